@@ -158,6 +158,17 @@ def _sums_are_of_nodes(shape: dict[str, Any], num_ranks: int) -> bool:
     return nodes is None or domain in (None, nodes) or nodes >= num_ranks
 
 
+def _go_between_nodes(options: dict[str, Any]) -> bool:
+    """Orders, modes and side values of a call."""
+    if options.get("order") == "pick" or options.get("side_lanes") == "all":
+        return False
+    if options.get("engine") != "nvlink":
+        return True
+    is_small = options.get("staged") or options.get("mode") == "latency"
+    by_expert = options.get("layout", "rank_major") != "rank_major"
+    return not is_small and options.get("order") != "last_pick" and not (by_expert and options.get("top_k", 1) > 32)
+
+
 def _agree(options: dict[str, Any]) -> bool:
     """What several options must satisfy together."""
     hidden, quantize = options.get("hidden"), options.get("quantize") or options.get("wire")
@@ -175,9 +186,7 @@ def _agree(options: dict[str, Any]) -> bool:
         return False
     if "num_ranks" in options and max(options.get("sum_domain") or 1, options.get("node_ranks") or 1) > num_ranks:
         return False
-    if options.get("node_ranks") is not None and options.get("engine") == "nvlink":
-        return False
-    if 0 < (options.get("node_ranks") or 0) < num_ranks and options.get("order") == "pick":
+    if 0 < (options.get("node_ranks") or 0) < num_ranks and not _go_between_nodes(options):
         return False
     if not _sums_are_of_nodes(options, num_ranks):
         return False

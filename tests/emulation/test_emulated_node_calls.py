@@ -1,6 +1,6 @@
 """Guards against host code that gives kernels with nodes wrong words: calls of the Python API on one emulated GPU.
 
-Its ranks are in nodes; all is compared bit for bit with weft.reference. No public call opens such windows yet.
+Its ranks are in nodes; all is compared bit for bit with weft.reference.
 """
 
 from __future__ import annotations
@@ -9,29 +9,33 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_gpu import IDLE, EmulatedRanks
+from emulated_gpu import IDLE, EmulatedRanks, Graph
 from node_calls import (
     LAYOUTS,
     NODE,
     SMALL,
+    check_around,
     check_calls,
+    check_edges,
     check_gradients,
+    check_graphs,
+    check_late_rank,
+    check_refusals,
+    check_refused_calls,
     check_scales_by_column,
     check_side_values,
     check_sums_in_fp8,
+    check_windows,
     inputs_here,
     opened,
 )
 
-import weft
-import weft.call.check
 from pool import RankState
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """They share one GPU."""
-    monkeypatch.setattr(weft.call.check, "HAS_GPU_NODES", True)
     return EmulatedRanks(monkeypatch)
 
 
@@ -65,32 +69,39 @@ def test_gradients_of_a_dispatch(ranks: Any, layout: str) -> None:
     check_gradients(ranks, SMALL, layout)
 
 
-def refusals(state: RankState, _: Any) -> list[str]:
-    """What these windows do not have."""
-    x, ids, weights = inputs_here(state, SMALL, 0)
-    with opened(state, SMALL) as ep:
-        r = ep.dispatch(x, ids, weights, capacity=SMALL.room)
-        side = torch.zeros(r.topk_weights.shape)
-        wide = torch.zeros(len(x), SMALL.hidden // 16, dtype=torch.float32)
-        codes = torch.zeros(len(x), SMALL.hidden, dtype=torch.float8_e4m3fn)
-        refused = [
-            lambda: ep.dispatch(weft.Quantized(codes, wide), ids, weights, capacity=SMALL.room),
-            lambda: ep.combine(r.x, r.handle, weighted=False, side=side, side_lanes="all"),
-        ]
-        said = []
-        for make in refused:
-            with pytest.raises(weft.Unsupported) as found:
-                make()
-            said.append(str(found.value))
-        return said
+def test_a_bias_and_no_room_in_the_heap(ranks: Any) -> None:
+    """With sources of the rows."""
+    check_around(ranks, SMALL, 4)
+
+
+def test_graphs(ranks: Any) -> None:
+    """Replayed with other inputs, an ordinary call among them."""
+    check_graphs(ranks, SMALL, Graph)
+
+
+def test_a_late_rank(ranks: Any) -> None:
+    """It alone is named; the others go on without it."""
+    check_late_rank(ranks, SMALL)
+
+
+def test_a_call_that_one_rank_refuses(ranks: Any) -> None:
+    """By itself, or by the others' headers."""
+    check_refused_calls(ranks, SMALL)
+
+
+def test_windows_in_flight(ranks: Any) -> None:
+    """Of nodes of one rank."""
+    check_windows(ranks, SMALL, 2)
 
 
 def test_calls_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alike on all ranks, before anything is sent."""
-    monkeypatch.setattr(weft.call.check, "HAS_GPU_NODES", True)
-    said = EmulatedRanks(monkeypatch, IDLE).run(4, refusals, [None] * 4)
-    assert all(each == said[0] for each in said)
-    assert ["between nodes on GPUs" in text for text in said[0]] == [True] * 2
+    check_refusals(EmulatedRanks(monkeypatch, IDLE), SMALL)
+
+
+def test_calls_at_the_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not refused."""
+    check_edges(EmulatedRanks(monkeypatch, IDLE), SMALL, compares=False)
 
 
 def gradient(state: RankState, options: dict[str, Any]) -> torch.Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
+import pytest
 import torch
 
 import weft
@@ -232,3 +234,240 @@ def check_gradients(ranks: Any, size: Size, layout: str) -> None:
     )
     for found, expected in zip(outcomes, zip(*wanted, strict=True), strict=True):
         assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+
+
+def around(state: RankState, size: Size) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows and sums: with a bias and a given result, and where the heap has no room."""
+    x, ids, weights = inputs_here(state, size, 8)
+    seen = []
+    for heap_bytes in (None, 4096):
+        with opened(state, size, heap_bytes=heap_bytes) as ep:
+            r = ep.dispatch(x, ids, weights)
+            assert (r.sources().rank >= 0).all()
+            out = torch.empty_like(x)
+            ep.combine(r.x.clone(), r.handle, weighted=False, bias=x.float(), out=out)
+            seen.append((r.x.clone(), out))
+    return seen
+
+
+def check_around(ranks: Any, size: Size, num_ranks: int) -> None:
+    """Rows beside the heap lie in the landing first."""
+    outcomes = ranks.run(num_ranks, around, [size] * num_ranks)
+    xs, ids, weights = inputs_of_all(size, num_ranks, 8)
+    wanted = reference.dispatch(xs, ids, weights, num_experts=LOCAL * num_ranks)
+    sums = reference.combine(
+        [each.x for each in wanted], wanted[0].routing, weighted=False, biases=[x.float() for x in xs], sum_domain=NODE
+    )
+    for rank, seen in enumerate(outcomes):
+        for x, y in seen:
+            assert torch.equal(x, wanted[rank].x)
+            assert torch.equal(y, sums[rank])
+
+
+def replayed(state: RankState, case: tuple[Size, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows and sums of each replay of a dispatch and a combine, of inputs that change; the third is no replay."""
+    size, make_graph = case
+    seen = []
+    with opened(state, size) as ep:
+        ep.warmup(capacity=size.room)
+        places = inputs_here(state, size, 0)
+        graph = make_graph()
+        with graph.record():
+            r = ep.dispatch(*places, capacity=size.room)
+            y = ep.combine(r.x, r.handle, weighted=False)
+        for seed in range(4):
+            new = inputs_here(state, size, seed)
+            if seed == 2:
+                other = ep.dispatch(*new, capacity=size.room)
+                seen.append((other.x.clone(), ep.combine(other.x, other.handle, weighted=False).clone()))
+                continue
+            for place, values in zip(places, new, strict=True):
+                place.copy_(values)
+            y.fill_(float("nan"))
+            graph.replay()
+            seen.append((r.x.clone(), y.clone()))
+        state.comm.meet(60)
+        graph.destroy()
+    return seen
+
+
+def check_graphs(ranks: Any, size: Size, make_graph: Any) -> None:
+    """`make_graph()` has `record`, `replay` and `destroy`."""
+    num_ranks = 4
+    outcomes = ranks.run(num_ranks, replayed, [(size, make_graph)] * num_ranks)
+    for seed in range(4):
+        wanted = reference.dispatch(
+            *inputs_of_all(size, num_ranks, seed), num_experts=LOCAL * num_ranks, capacity=size.room
+        )
+        sums = reference.combine([each.x for each in wanted], wanted[0].routing, weighted=False, sum_domain=NODE)
+        for rank in range(num_ranks):
+            x, y = outcomes[rank][seed]
+            keep = is_kept("rank_major", wanted[rank])
+            assert torch.equal(x[keep], wanted[rank].x[keep])
+            assert torch.equal(y, sums[rank]), f"replay {seed}"
+
+
+LATE = 3  # the rank that does not come; rank 2, its mate, hears of rank 1 through it
+
+
+def without_one(state: RankState, size: Size) -> tuple[tuple[int, ...], torch.Tensor, torch.Tensor] | None:
+    """Who was late, and rows and sums of those who went on."""
+    comm = state.comm
+    with opened(state, size) as ep:
+        kept = ep.dispatch(*inputs_here(state, size, 9))
+        comm.meet(300)
+        if state.rank == LATE:
+            while not comm.broken:
+                time.sleep(0.01)
+            return None
+        with pytest.raises(weft.PeerTimeout) as late:
+            ep.dispatch(*inputs_here(state, size, 9), deadline_s=6.0 if state.rank == 2 else 300.0)
+        comm.rebuild([rank for rank in range(state.num_ranks) if rank != LATE])
+        with pytest.raises(weft.InvalidState, match="epoch"):
+            ep.dispatch(inputs_here(state, size, 9)[0], handle=kept.handle)
+        r = ep.dispatch(*inputs_here(state, size, 10))
+        return late.value.peers, r.x.clone(), ep.combine(r.x.clone(), r.handle, weighted=False).clone()
+
+
+def check_late_rank(ranks: Any, size: Size) -> None:
+    """It alone is named, and the others go on as nodes of two and of one."""
+    num_ranks = 4
+    outcomes = ranks.run(num_ranks, without_one, [size] * num_ranks)
+    wanted = reference.dispatch(
+        *inputs_of_all(size, num_ranks, 10), num_experts=LOCAL * num_ranks, active_ranks=(0, 1, 2)
+    )
+    sums = reference.combine([each.x for each in wanted], wanted[0].routing, weighted=False, sum_domain=NODE)
+    for rank in range(LATE):
+        peers, x, y = outcomes[rank]
+        assert peers == (LATE,)
+        assert torch.equal(x, wanted[rank].x)
+        assert torch.equal(y, sums[rank])
+
+
+def after_refusals(state: RankState, size: Size) -> list[torch.Tensor]:
+    """Rows of calls that follow one that a rank alone has refused, and one of which ranks think otherwise."""
+    x, ids, weights = inputs_here(state, size, 11)
+    seen, most = [], max(size.num_tokens)
+    with opened(state, size, max_tokens_per_rank=most + 1) as ep:
+        if state.rank == LATE:
+            with pytest.raises(weft.InvalidArgument, match="topk_idx"):
+                ep.dispatch(x, ids.float(), weights)
+        seen.append(ep.dispatch(x, ids, weights).x.clone())
+        with pytest.raises(weft.InvalidArgument, match="different things"):
+            ep.dispatch(x, ids, weights, max_tokens=most if state.rank == LATE else most + 1)
+        seen.append(ep.dispatch(x, ids, weights).x.clone())
+    return seen
+
+
+def check_refused_calls(ranks: Any, size: Size) -> None:
+    """Nothing has been sent, also to other nodes."""
+    num_ranks = 4
+    outcomes = ranks.run(num_ranks, after_refusals, [size] * num_ranks)
+    wanted = reference.dispatch(*inputs_of_all(size, num_ranks, 11), num_experts=LOCAL * num_ranks)
+    for seen, expected in zip(outcomes, wanted, strict=True):
+        assert all(torch.equal(x, expected.x) for x in seen)
+
+
+def in_flight(state: RankState, size: Size) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows and sums of two windows, whose calls run at once."""
+    with opened(state, size, num_windows=2, node_ranks=1) as ep:
+        received = [
+            ep.dispatch(*inputs_here(state, size, 12 + idx), window=idx, async_op=True, capacity=size.room)
+            for idx in (0, 1)
+        ]
+        seen = []
+        for r in received:
+            r.event.wait()
+            y, event = ep.combine(r.x.clone(), r.handle, weighted=False, async_op=True, window=r.handle.call.window)
+            event.wait()
+            seen.append((r.x.clone(), y.clone()))
+        return seen
+
+
+def check_windows(ranks: Any, size: Size, num_ranks: int) -> None:
+    """Nodes of one rank."""
+    outcomes = ranks.run(num_ranks, in_flight, [size] * num_ranks)
+    for idx in (0, 1):
+        given = inputs_of_all(size, num_ranks, 12 + idx)
+        wanted = reference.dispatch(*given, num_experts=LOCAL * num_ranks, capacity=size.room)
+        sums = reference.combine([each.x for each in wanted], wanted[0].routing, weighted=False)
+        for rank in range(num_ranks):
+            x, y = outcomes[rank][idx]
+            keep = is_kept("rank_major", wanted[rank])
+            assert torch.equal(x[keep], wanted[rank].x[keep])
+            assert torch.equal(y, sums[rank])
+
+
+def refusals(state: RankState, size: Size) -> dict[str, str]:
+    """What windows with nodes do not have, and what is said of it."""
+    x, ids, weights = inputs_here(state, size, 0)
+    room: dict[str, Any] = {"capacity": size.room}
+    with opened(state, size) as ep, opened(state, size, top_k=33) as of_many:
+        r = ep.dispatch(x, ids, weights, **room)
+        by_expert = ep.dispatch(x, ids, weights, layout="expert_major", **room)
+        odd = weft.Quantized(x.view(torch.uint8), torch.zeros(len(x), 3, device=x.device))
+        many = (ids.repeat(1, 11), weights.repeat(1, 11))
+        side = torch.zeros_like(r.topk_weights)
+        refused = {
+            "scales of 12 bytes": lambda: ep.dispatch(odd, ids, weights, **room),
+            "side_lanes='all'": lambda: ep.combine(r.x, r.handle, weighted=False, side=side, side_lanes="all"),
+            "order='last_pick'": lambda: ep.combine(r.x, r.handle, weighted=False, order="last_pick"),
+            "order='pick'": lambda: ep.combine(by_expert.x, by_expert.handle, weighted=False, order="pick"),
+            "mode='latency'": lambda: ep.dispatch(x, ids, weights, mode="latency", **room),
+            "staged=True": lambda: ep.dispatch(x, ids, weights, staged=True, **room),
+            "mode='latency' of a sum": lambda: ep.combine(r.x, r.handle, weighted=False, mode="latency"),
+            "staged=True of a sum": lambda: ep.combine(r.x, r.handle, weighted=False, staged=True),
+            "more than 32 picks by expert": lambda: of_many.dispatch(x, *many, layout="expert_major", **room),
+        }
+        said = {}
+        for name, make in refused.items():
+            with pytest.raises(weft.Unsupported) as found:
+                make()
+            said[name] = str(found.value)
+    share = state.comm._choice.rank_sms
+    for name, number in (("num_windows", share // 2 + 1), ("num_sms", share)):
+        with pytest.raises(weft.InvalidArgument) as too_many:
+            opened(state, size, **{name: number})
+        said[f"{name} is {number}"] = str(too_many.value)
+    return said
+
+
+def check_refusals(ranks: Any, size: Size) -> None:
+    """Alike on all ranks; the network takes an SM of each window."""
+    said = ranks.run(4, refusals, [size] * 4)
+    assert all(each == said[0] for each in said)
+    for name, text in said[0].items():
+        assert name.removesuffix(" of a sum") in text
+        assert name.startswith("num_") or ("between nodes" in text and " need" in text)
+
+
+def at_the_edge(state: RankState, size: Size) -> tuple[torch.Tensor, torch.Tensor]:
+    """Calls at the edges of what a window has room for: sums of wider rows than its own, and of one token."""
+    x, ids, weights = inputs_here(state, size, 15)
+    with opened(state, size, hidden=max(size.hidden, 512)) as ep:  # of narrower rows the landing has places for fp32
+        r = ep.dispatch(widened(x), ids, weights, capacity=size.room)
+        wide = ep.combine(r.x.float(), r.handle, weighted=False)
+        ep.dispatch(widened(x)[:0], ids[:0], weights[:0], max_tokens=0, capacity=1)
+    with opened(state, size, max_tokens_per_rank=1) as ep:  # the last node's rank adds for all
+        r = ep.dispatch(x[:1], ids[:1], weights[:1], capacity=3)
+        few, _ = ep.combine(r.x, r.handle, weighted=False, side=r.topk_weights)
+        return wide.clone(), few.clone()
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """To 512 columns at least."""
+    return x if x.shape[1] >= 512 else x.repeat(1, -(-512 // x.shape[1]))[:, :512].contiguous()
+
+
+def check_edges(ranks: Any, size: Size, *, compares: bool) -> None:
+    """They are not refused; with kernels that do something also right."""
+    outcomes = ranks.run(3, at_the_edge, [size] * 3)
+    if not compares:
+        return
+    xs, ids, weights = inputs_of_all(size, 3, 15)
+    for idx, (few, capacity) in enumerate(((None, size.room), (1, 3))):
+        given = [widened(x)[:few] if idx == 0 else x[:few] for x in xs], [each[:few] for each in ids]
+        wanted = reference.dispatch(*given, [each[:few] for each in weights], num_experts=3 * LOCAL, capacity=capacity)
+        outputs = [each.x.float() if idx == 0 else each.x for each in wanted]
+        sums = reference.combine(outputs, wanted[0].routing, weighted=False, sum_domain=NODE)
+        assert all(torch.equal(found[idx], expected) for found, expected in zip(outcomes, sums, strict=True))

@@ -354,6 +354,17 @@ def test_limits_and_supports() -> None:
     ]  # fmt: skip
     for options in refused:
         assert not weft.supports(**options), options
+    on_gpus = {"engine": "nvlink", "num_ranks": 4, "num_experts": 8, "node_ranks": 2}
+    assert weft.supports(**on_gpus)
+    for more in (
+        {"mode": "latency"},
+        {"staged": True},
+        {"order": "last_pick"},
+        {"order": "pick"},
+        {"side_lanes": "all"},
+    ):
+        assert not weft.supports(**on_gpus, **more), more
+        assert weft.supports(**(on_gpus | {"node_ranks": 4}), **more), more
     with pytest.raises(weft.InvalidArgument, match=r"unknown options colour; allowed are .*layout"):
         weft.supports(colour="red")
 

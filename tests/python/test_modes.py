@@ -78,6 +78,12 @@ def test_small_batches_in_flight_share_the_sms(num_windows: int, num_sms: int) -
     assert choose_num_sms(ep, "dispatch", "masked", 128, 80, is_small=True) == 80
 
 
+def test_between_nodes_the_network_has_an_sm_of_each_window() -> None:
+    assert most_num_sms(64, 33, 1, has_nodes=True) == 32
+    assert most_num_sms(64, 33, 2, has_nodes=True) == 15
+    assert most_num_sms(64, 132, 1, has_nodes=True) == 64
+
+
 def test_large_calls_by_expert_take_more_sms() -> None:
     def of(op: str, layout: str, *, most: int = 64, said: int | None = None) -> int:
         ep: Any = SimpleNamespace(

@@ -72,7 +72,7 @@ __all__ = [
 
 QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
 WIRE_CODES = {None: 0, "fp8": 1}
-HAS_GPU_NODES = False  # the nvlink engine takes node_ranks: in tests alone (docs/protocols/nodes.md)
+_OF_NODES = "the nvlink engine with node_ranks"
 _OF_HANDLE = ("layout", "alignment", "capacity", "max_tokens")  # options that a handle has, too
 
 
@@ -93,15 +93,11 @@ def check_constructor(comm: Communicator, dtype: Any, shape: dict[str, Any]) -> 
     _check_growth(comm, dtype, shape)
     if comm.engine == "nvlink" and shape["num_logical_experts"] is not None:
         raise Unsupported("num_logical_experts", "the nvlink engine", "the cpu engine, or physical ids in topk_idx")
-    if comm.engine == "nvlink" and shape["node_ranks"] is not None and not HAS_GPU_NODES:
-        raise Unsupported("node_ranks", "the nvlink engine", "the cpu engine, or None")
-    if comm.engine == "nvlink" and shape["num_windows"] > comm._choice.rank_sms:
-        raise InvalidArgument(
-            f"num_windows is {shape['num_windows']}; allowed are 1 to {comm._choice.rank_sms} here: a call of each may "
-            "run at once and needs an SM, and ranks that share a GPU share its SMs"
-        )
-    most = most_num_sms(comm.max_num_sms, comm._choice.rank_sms, shape["num_windows"])
-    _check_num_sms(most, shape["num_windows"], shape["num_sms"])
+    has_nodes = 0 < (shape["node_ranks"] or 0) < comm.num_ranks
+    if comm.engine == "nvlink":
+        _check_num_windows(comm._choice.rank_sms, shape["num_windows"], has_nodes=has_nodes)
+        most = most_num_sms(comm.max_num_sms, comm._choice.rank_sms, shape["num_windows"], has_nodes=has_nodes)
+        _check_num_sms(most, shape["num_windows"], shape["num_sms"])
 
 
 def check_min_ranks(comm: Communicator, min_ranks: Any, num_experts: Any, num_logical_experts: Any) -> None:
@@ -245,12 +241,16 @@ def _combine_call(ep: Shape, form: str, of: Any, options: CombineOptions) -> Cal
         if options.order == "pick" and options.mode == "auto" and not (options.staged or of.is_small):
             has_slots = has_pick_slots(ep.num_ranks, ep.top_k, ep.small_tokens, of.max_tokens)
             options = options if has_slots else replace(options, mode="throughput")
+    if options.side_lanes == "all" and _has_gpu_nodes(ep):
+        raise Unsupported("side_lanes='all' between nodes", _OF_NODES, "side_lanes='own'")
     call = _call_of_handle(ep, of, "combine", form, options)
     return replace(call, wire=WIRE_CODES[wire], order=ORDERS.index(options.order))
 
 
 def _check_order(ep: Shape, of: Any, options: CombineOptions) -> None:
     """Of an order of additions that is not the default."""
+    if _has_gpu_nodes(ep):
+        raise Unsupported(f"order={options.order!r} between nodes", _OF_NODES, "order='rank'")
     if ep.engine != "cpu" and options.order == "last_pick" and ep.calls.has_domains:
         raise Unsupported("order='last_pick' with sum_domain", f"the {ep.engine} engine", "the cpu engine")
     if options.order == "pick" and of.layout == LAYOUTS.index("rank_major"):
@@ -308,6 +308,11 @@ def _is_small(
     mode, staged = options.mode, options.staged
     if staged and mode == "throughput":
         raise InvalidArgument("mode is 'throughput' with staged=True; allowed are 'auto' and 'latency'")
+    if _has_gpu_nodes(ep):
+        if staged or mode == "latency":
+            name = "staged=True" if staged else "mode='latency'"
+            raise Unsupported(f"{name} between nodes", _OF_NODES, "mode='throughput' or 'auto', staged=False")
+        return False
     if of_small:
         if mode == "throughput":
             raise InvalidArgument(
@@ -412,6 +417,24 @@ def _check_options(ep: Shape, options: CallOptions, not_these: tuple[str, ...] =
     window = options.window
     if not (isinstance(window, int) and not isinstance(window, bool) and 0 <= window < ep.num_windows):
         raise InvalidArgument(f"window is {window!r}; allowed are 0 to num_windows - 1 = {ep.num_windows - 1}")
+
+
+def _has_gpu_nodes(ep: Shape) -> bool:
+    return ep.engine == "nvlink" and ep.calls.has_nodes
+
+
+def _check_num_windows(rank_sms: int, num_windows: int, *, has_nodes: bool) -> None:
+    """On GPUs."""
+    most = rank_sms // (1 + has_nodes)
+    needs = "two SMs, one for the network between nodes" if has_nodes else "an SM"
+    if num_windows <= most:
+        return
+    if most == 0:
+        raise Unsupported("node_ranks", f"{rank_sms} SM for a rank", "two: fewer ranks on a GPU")
+    raise InvalidArgument(
+        f"num_windows is {num_windows}; allowed are 1 to {most} here: a call of each may run at once and needs "
+        f"{needs}, and ranks that share a GPU share its SMs"
+    )
 
 
 def _check_num_sms(most: int, num_windows: int, num_sms: int | None) -> None:

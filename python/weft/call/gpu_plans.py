@@ -84,9 +84,14 @@ class GpuPlans(Runner):
         """See Runner."""
         call, columns = plan.call, self.landing_row_bytes // y.element_size()
         plan.has_scope = call.is_async or call.is_staged
-        if self.has_domains:
+        if self.has_domains or (self.has_nodes and call.wire):
             columns -= columns % QUANTIZE_GROUP  # with FP8 on the wire rows travel as they are, and groups stay whole
-        if not call.is_small or (call.wire and not self.has_domains) or plan.hidden <= columns:
+        if (
+            self.has_nodes
+        ):  # places of rails are as wide as those of the landing; the native module refuses what is wider
+            if plan.hidden * y.element_size() <= self.landing_row_bytes or columns == 0:
+                return
+        elif not call.is_small or (call.wire and not self.has_domains) or plan.hidden <= columns:
             return
         self._refuse_staged(call, plan.hidden * y.element_size(), self.landing_row_bytes)
         biases = [None] * plan.hidden if bias is None else bias.split(columns, dim=-1)

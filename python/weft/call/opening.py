@@ -35,7 +35,8 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
     node_ranks = arguments["node_ranks"] or 0
     if node_ranks >= comm.num_ranks:
         node_ranks = 0  # one node
-    if node_ranks and comm.engine == "nvlink":
+    has_gpu_nodes = node_ranks > 0 and comm.engine == "nvlink"
+    if has_gpu_nodes:
         small_tokens = 0  # no kernels for small batches go between nodes
     if heap is None:
         heap = default_heap_bytes(comm.num_ranks, top_k, hidden, max_tokens, dtype)
@@ -43,7 +44,8 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
         WindowSpec(
             num_experts,
             top_k,
-            max(1, max_tokens),
+            # A forwarder takes part in as many sums of a token as there are ranks, each of a node's rows.
+            max(1, max_tokens, node_ranks if has_gpu_nodes else 0),
             max_row_bytes(hidden),
             heap,
             idx,
@@ -57,7 +59,7 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
     windows, numbers, table = comm.open_windows(
         "ExpertParallel", arguments, specs, deadline_s, lambda: _measured_table(comm)
     )
-    most_sms = most_num_sms(comm.max_num_sms, comm._choice.rank_sms, num_windows)
+    most_sms = most_num_sms(comm.max_num_sms, comm._choice.rank_sms, num_windows, has_nodes=has_gpu_nodes)
     make = GpuCalls if comm.engine == "nvlink" else CpuCalls
     with released_on_error(windows):
         num_logical = arguments["num_logical_experts"]

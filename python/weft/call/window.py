@@ -25,7 +25,7 @@ class WindowSpec:
     landing_row_bytes: int = 0  # nvlink engine: room for one row that finds none in the heap, or in a small batch
     small_tokens: int = 0  # nvlink engine: most tokens of a rank in a small-batch call
     most_heap_bytes: int = 0  # cpu engine: up to which the heap may grow
-    node_ranks: int = 0  # cpu engine: ranks of a node; 0: all are one node
+    node_ranks: int = 0  # 0: all are one node
 
 
 class Window:

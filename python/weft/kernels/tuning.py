@@ -123,7 +123,7 @@ def choose_num_sms(layer: Layer, op: str, layout: str, max_tokens: int, num_sms:
     return min(small_num_sms(layer.table, max_tokens) if is_small else default_num_sms(op, layout), layer.most_num_sms)
 
 
-def most_num_sms(max_num_sms: int, rank_sms: int, num_windows: int) -> int:
+def most_num_sms(max_num_sms: int, rank_sms: int, num_windows: int, *, has_nodes: bool = False) -> int:
     """SMs that a call may take: calls of all windows may run at once, and all their blocks must find an SM (R15), which
-    one of them may fill. 0: the cpu engine takes none."""
-    return min(max_num_sms, rank_sms // num_windows)
+    one of them may fill; between nodes a block more, that is the network. 0 and less: none (the cpu engine)."""
+    return min(max_num_sms, rank_sms // num_windows - has_nodes)
