@@ -104,6 +104,22 @@ def test_tensors_without_memory_are_refused(ep: weft.ExpertParallel, mesh: Any, 
     assert ep.dispatch(X, IDX, layout="expert_major").x.shape == (9, 16)
 
 
+def test_tensors_without_memory_are_neither_shared_nor_fetched_into(solo: weft.Communicator, mesh: Any) -> None:
+    solo.share("rows", X)
+    fake = FakeTensorMode()  # type: ignore[no-untyped-call]
+    for change in (lambda tensor: DTensor.from_local(tensor, mesh), Wrapped, freed, fake.from_tensor):
+        with pytest.raises(weft.InvalidArgument, match=r"^tensor "):
+            solo.share("others", change(X))
+        with pytest.raises(weft.InvalidArgument, match=r"^out "):
+            solo.fetch("rows", 0, change(torch.zeros_like(X)))
+    solo.share("others", AsyncCollectiveTensor(X + 1))
+    out = torch.zeros_like(X)
+    solo.fetch("others", 0, out.as_subclass(Named))
+    assert torch.equal(out, X + 1)
+    for name in ("rows", "others"):
+        solo.share(name, None)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_asynchronous_collectives_are_waited_for(ep: weft.ExpertParallel, mesh: Any, name: str) -> None:
     want, got = given(ep, name, lambda tensor: tensor), given(ep, name, AsyncCollectiveTensor)

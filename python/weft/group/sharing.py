@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from weft import _load
+from weft.call.tensors import plain
 from weft.errors import Error, InvalidArgument, InvalidState, PeerLost, PeerTimeout, Unsupported, rank_list
 from weft.group.turns import Process, positive_seconds
 from weft.group.windows import Windows
@@ -90,7 +91,7 @@ class Sharing(Windows):
             if self._shelf is not None:
                 self._shelf.take_back(name)
             return
-        _check_tensor("tensor", tensor)
+        tensor = _dense("tensor", tensor)
         facts = {"shape": list(tensor.shape), "dtype": str(tensor.dtype)}
         try:
             self._shelf_of_this_rank().put(name, facts, tensor)
@@ -131,7 +132,7 @@ class Sharing(Windows):
             raise InvalidArgument(f"rank is {rank!r}; allowed are active ranks: {list(self._active)}")
         if not self._native.is_near(rank):
             raise Unsupported("fetch between machines", f"rank {rank} on another one", "ranks of one machine")
-        _check_tensor("out", out)
+        out = _dense("out", out)
         if not out.is_contiguous():
             raise InvalidArgument(f"out has strides {out.stride()}; a contiguous tensor is expected")
         if out.requires_grad and torch.is_grad_enabled():
@@ -370,12 +371,16 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data.cast("B")
 
 
-def _check_tensor(name: str, tensor: Any) -> None:
+def _dense(name: str, given: Any) -> Tensor:
+    """The plain tensor that an argument stands for."""
+    tensor: Any = plain(given, name)
     is_dense = isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_nested
+    is_dense = is_dense and type(tensor) in (Tensor, torch.nn.Parameter)  # no fake
     if not is_dense or tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise InvalidArgument(f"{name} is {type(tensor).__name__}; a dense tensor is expected")
     if tensor.device.type != "cpu":
         raise Unsupported(f"{name} on {tensor.device}", "tensors of GPUs", "a tensor in host memory: tensor.cpu()")
+    return tensor  # type: ignore[no-any-return]
 
 
 def _check_name(name: Any) -> None:
