@@ -20,14 +20,14 @@ from weft.bench.options import Options
 # Of each pair of `weft bench --deep-ep`, of Python 3.11; later ones have fewer. More only where a call does more.
 MOST = {
     "Buffer.dispatch": 10,
-    "Buffer.dispatch(handle=)": 7,
+    "Buffer.dispatch(handle=)": 5,
     "Buffer.combine": 5,
-    "Buffer.low_latency_dispatch": 12,
+    "Buffer.low_latency_dispatch": 10,
     "Buffer.low_latency_combine": 6,
-    "ElasticBuffer.dispatch": 11,
-    "ElasticBuffer.combine": 8,
-    "ElasticBuffer.dispatch(do_expand=True)": 12,
-    "HybridEPBuffer.dispatch_with_permute": 12,
+    "ElasticBuffer.dispatch": 10,
+    "ElasticBuffer.combine": 6,
+    "ElasticBuffer.dispatch(do_expand=True)": 11,
+    "HybridEPBuffer.dispatch_with_permute": 10,
     "HybridEPBuffer.combine_with_unpermute": 7,
 }
 
@@ -36,12 +36,12 @@ MOST = {
 # would see calls that go the long way. "operator": weights that are 0 where a pick is absent.
 MOST_OF_TORCH: dict[str, dict[str, int]] = {
     "Buffer.dispatch": {"numel": 1},
-    "Buffer.dispatch(handle=)": {"dim": 1, "is_contiguous": 1},
+    "Buffer.dispatch(handle=)": {},
     "Buffer.combine": {},
     "Buffer.low_latency_dispatch": {"narrow": 1},
     "Buffer.low_latency_combine": {"operator": 1},
     "ElasticBuffer.dispatch": {"clone": 2},
-    "ElasticBuffer.combine": {"dim": 1},
+    "ElasticBuffer.combine": {},
     "ElasticBuffer.dispatch(do_expand=True)": {"clone": 1},
     "HybridEPBuffer.dispatch_with_permute": {"clone": 1, "frombuffer": 1},
     "HybridEPBuffer.combine_with_unpermute": {"dim": 1},

@@ -154,15 +154,15 @@ class Buffer(LowLatency, BufferBase):
             )
             if made is not None:
                 return made
-        form = form_of(x)
-        if handle is not None:
-            if topk_idx is not None or topk_weights is not None:
-                raise InvalidArgument("topk_idx or topk_weights beside handle; allowed is one of the two")
+        mine, r = None, None
+        if handle is not None and topk_idx is None and topk_weights is None:
             mine = self._own(handle)
             r = along(mine.ep, x, mine.dispatched.handle, num_sms) if is_here else None
-            if r is not None:
-                mine.widths.add(mine.ep.hidden)
-                return r.x, None, None, None, None, EventOverlap()
+        if mine is not None and r is not None:
+            mine.widths.add(mine.ep.hidden)
+            return r.x, None, None, None, None, EventOverlap()
+        form = form_of(x)
+        if mine is not None:
 
             def again() -> tuple[Any, Any]:
                 sent = send(mine.ep, form, handle=mine.dispatched.handle, num_sms=num_sms)
@@ -171,6 +171,8 @@ class Buffer(LowLatency, BufferBase):
 
             recv_x, event = self._streams.run(again, previous_event, async_finish, x)
             return recv_x, None, None, None, None, event
+        if handle is not None:
+            raise InvalidArgument("topk_idx or topk_weights beside handle; allowed is one of the two")
         if num_tokens_per_expert is None or is_token_in_rank is None:
             raise InvalidArgument(
                 "num_tokens_per_expert and is_token_in_rank are needed without a handle: get_dispatch_layout has them"
@@ -298,7 +300,6 @@ class Buffer(LowLatency, BufferBase):
         self._check_alive("combine")
         mine = self._own(handle)
         num_sms = None if config is None else self._layers.num_sms(config.num_sms)
-
         ep, routing = mine.ep, mine.dispatched.handle
         is_bare = topk_weights is None and bias is None and previous_event is None and not async_finish
         if is_bare and ep.hidden in mine.widths:

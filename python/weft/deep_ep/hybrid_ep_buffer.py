@@ -133,7 +133,7 @@ class HybridEPBuffer(Ending):
         self.configurer = SimpleNamespace(buffer_config=self._config)
         with self._ranks.released_on_error():
             rows = 2 * max_num_of_tokens_per_rank * min(self.group_size, 8) * 2 * hidden_dim
-            self._layers = Layers(self._ranks, heap_bytes=rows, nodes=nodes, is_by_pick=True)
+            self._layers = Layers(self._ranks, heap_bytes=rows, nodes=nodes, num_results=2)
             self._sms = self._layers.num_sms(num_sms_dispatch_api), self._layers.num_sms(num_sms_combine_api)
         self._top_k: dict[int, int] = {}  # of routing maps, by E: the largest row seen
         self._destroyed = False
@@ -210,7 +210,8 @@ class HybridEPBuffer(Ending):
                     made = HybridHandle(self, ep, stripped(r), topk_idx, self._config, expands=True)
                     made.widths.add(ep.hidden)
                     weights = None if topk_weights is None else r.handle.weights
-                    return rows, weights, None, self._padded(made, False), made
+                    counts = aligned(r.num_tokens_per_expert_list, pad_multiple or 1)
+                    return rows, weights, None, _on_host(counts, ep.device), made
         form = self._form(hidden, scaling_factor)
         if handle is not None:
             return self._permuted_again(self._own(handle, expands=True), form, (probs, topk_weights), non_blocking)
@@ -271,10 +272,7 @@ class HybridEPBuffer(Ending):
         routing = handle.dispatched.handle
         if not non_blocking and routing.capacity is None:
             known = aligned(handle.dispatched.num_tokens_per_expert_list, routing.alignment)
-            made = torch.frombuffer(array("q", known), dtype=torch.int64)  # torch.tensor takes four times as long
-            if handle.ep.device.type != "cuda":
-                return made
-            return torch.empty(len(known), dtype=torch.int64, device="cpu", pin_memory=True).copy_(made)
+            return _on_host(known, handle.ep.device)
         offsets = handle.dispatched.offsets
         counts = (offsets[1:] - offsets[:-1]).to(torch.int64)
         if non_blocking or not counts.is_cuda:
@@ -483,6 +481,14 @@ class HybridEPBuffer(Ending):
         if handle.buffer is not self:
             raise InvalidState("the handle is of another buffer; a call needs the buffer that made it")
         return handle
+
+
+def _on_host(counts: list[int], device: torch.device) -> Tensor:
+    """int64, pinned beside a GPU."""
+    made = torch.frombuffer(array("q", counts), dtype=torch.int64)  # torch.tensor takes four times as long
+    if device.type != "cuda":
+        return made
+    return torch.empty(len(counts), dtype=torch.int64, device="cpu", pin_memory=True).copy_(made)
 
 
 def _nodes_of(ranks: Ranks) -> Nodes:

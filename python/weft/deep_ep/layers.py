@@ -18,6 +18,7 @@ from weft.group.maps import asked_contract
 from weft.limits import check_shape, dtype_name
 
 if TYPE_CHECKING:
+    from weft.communicator import Communicator
     from weft.expert_parallel import ExpertParallel
 
 __all__ = ["Layers", "ShapeOf"]
@@ -41,6 +42,24 @@ class ShapeOf(NamedTuple):
     kind: str = "normal"
 
 
+class Turn:
+    """Which window the next low-latency dispatch of a shape takes. Those of an epoch begin at 0, since ranks may have
+    come."""
+
+    __slots__ = ("_comm", "epoch", "number")
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm, self.epoch, self.number = comm, -1, 0
+
+    def next(self) -> int:
+        """Its number."""
+        return self.number if self.epoch == self._comm._native.epoch else 0
+
+    def note(self, number: int) -> None:
+        """A dispatch has taken it. A refused one has sent nothing, so the next takes the same."""
+        self.epoch, self.number = self._comm._native.epoch, 1 - number
+
+
 class _Made:
     """What was made, by shape, and by how many buffers it is used."""
 
@@ -48,12 +67,12 @@ class _Made:
         self.newest: dict[ShapeOf, ExpertParallel] = {}
         self.all: weakref.WeakSet[ExpertParallel] = weakref.WeakSet()
         self.num_users = 0
-        self.next_window: dict[ShapeOf, tuple[int, int]] = {}  # epoch, number: all buffers take turns
+        self.turns: dict[ShapeOf, Turn] = {}  # of all buffers
         self.known: list[dict[Any, Any]] = []  # of each buffer
 
     def forget_known(self) -> None:
         """`newest` changes: the calls that are known may need another window."""
-        for each in self.known:
+        for each in list(self.known):  # a buffer that is collected meanwhile takes its own out
             each.clear()
 
 
@@ -64,15 +83,15 @@ class Layers:
 
     def __init__(
         self, ranks: Ranks, *, heap_bytes: int, deadline_s: float = DEADLINE_S, nodes: Nodes | None = None,
-        is_by_pick: bool = False,
+        num_results: int = 0,
     ) -> None:  # fmt: skip
-        """`nodes` between which rows go by rails; None: those of the ranks. `is_by_pick`: heaps have room for results
-        with a row a pick, of a call and of the one before."""
+        """`nodes` between which rows go by rails; None: those of the ranks. `num_results`, with a row a pick, for which
+        heaps have room whatever `heap_bytes` is."""
         chosen = env.deep_ep()
         self.ranks = ranks
         self.nodes = nodes or ranks.nodes
         self.deadline_s = chosen.timeout_s or deadline_s
-        self._heap_bytes, self._is_by_pick = max(_LEAST_HEAP, heap_bytes), is_by_pick
+        self._heap_bytes, self._num_results = max(_LEAST_HEAP, heap_bytes), num_results
         self._preset_tokens = chosen.max_tokens
         self._made = _Made()
         if ranks.comm._native.is_open:
@@ -99,14 +118,12 @@ class Layers:
             self.known.clear()
         self.known[key] = known
 
-    def next_window(self, shape: ShapeOf) -> int:
-        """Of the next low-latency dispatch; those of an epoch begin at 0, since ranks may have come."""
-        epoch, number = self._made.next_window.get(shape, (0, 0))
-        return number if epoch == self.ranks.comm.epoch else 0
-
-    def note_window(self, shape: ShapeOf, number: int) -> None:
-        """A dispatch has taken it. A refused one has sent nothing, so the next takes the same."""
-        self._made.next_window[shape] = self.ranks.comm.epoch, 1 - number
+    def turn(self, shape: ShapeOf) -> Turn:
+        """Of the low-latency dispatches of a shape."""
+        found = self._made.turns.get(shape)
+        if found is None:
+            found = self._made.turns[shape] = Turn(self.ranks.comm)
+        return found
 
     def get(
         self, shape: ShapeOf, max_tokens: int, heap_bytes: int = 0, check: Callable[[], object] | None = None
@@ -123,9 +140,8 @@ class Layers:
             check()
         if is_capturing():
             raise InvalidState("run this call once before capturing it: its first call meets the other ranks")
-        if self._is_by_pick:
-            row_bytes = shape.dtype.itemsize * shape.hidden + 8 * shape.top_k
-            heap_bytes = max(heap_bytes, 2 * max_tokens * shape.top_k * row_bytes * 9 // 8)
+        row_bytes = shape.dtype.itemsize * shape.hidden + 8 * shape.top_k
+        heap_bytes = max(heap_bytes, self._num_results * max_tokens * shape.top_k * row_bytes * 9 // 8)
         made = self.ranks.window(
             num_experts=shape.num_experts, top_k=shape.top_k, hidden=shape.hidden, dtype=shape.dtype,
             max_tokens_per_rank=max_tokens, deadline_s=self.deadline_s, heap_bytes=max(self._heap_bytes, heap_bytes),

@@ -144,7 +144,8 @@ class LowLatency(BufferBase):
                 shape, max_tokens, lambda: check_first(form_of(x), topk_idx, topk_weights, self._ranks.device)
             )
 
-        layers = self._layers  # what is kept so that it can be sent again does not keep the buffer, and may outlive it
+        # What is kept so that it can be sent again does not keep the buffer, and may outlive it.
+        layers, turn = self._layers, self._layers.turn(shape)
 
         options: dict[str, Any] = {
             "layout": "masked", "capacity": num_sources * max_tokens, "max_tokens": max_tokens, "quantize": quantize,
@@ -154,14 +155,14 @@ class LowLatency(BufferBase):
         def send(
             ep: ExpertParallel, data: Tensor, picks: Tensor, weights: Tensor | None, row: Tensor | None
         ) -> Dispatched:
-            window = layers.next_window(shape)
+            window = turn.next()
             with counting_waits(ep, window, row):
                 try:
                     r = ep.dispatch(data, picks, weights, window=window, **options)
                 except InvalidArgument:
                     check_first(form_of(data), picks, weights, ep.device)
                     raise
-            layers.note_window(shape, window)
+            turn.note(window)
             return r
 
         def call() -> tuple[ExpertParallel, Dispatched]:
@@ -175,7 +176,9 @@ class LowLatency(BufferBase):
             ep, r = call() if self._masks is None else self._masks.run(call, self._layers.deadline_s, windows)
             handle = LowLatencyHandle(self, ep, bare(r), max_tokens, is_by_pick=adds_by_pick(ep, r.handle))
             if key is not None and handle.is_by_pick:
-                layers.note_known(key, Known(ep, shape, turns=2, about=(max_tokens, use_fp8, is_rounded), **options))
+                layers.note_known(
+                    key, Known(ep, shape, turns=2, about=(turn, max_tokens, use_fp8, is_rounded), **options)
+                )
             count = counts = r.handle.sizes[: ep.num_local_experts]
             if return_recv_hook:
                 late.append(lambda: counted(ep, r.handle.window, waits, r.wait))
@@ -205,13 +208,12 @@ class LowLatency(BufferBase):
         known = layers.known.get(key)
         if known is None:
             return None
-        shape, ep = known.shape, known.ep
-        window = layers.next_window(shape)
+        ep, (turn, max_tokens, is_quantized, is_rounded) = known.ep, known.about
+        window = turn.next()
         r = known.dispatch(layers, x, topk_idx, topk_weights, window)
         if r is None:
             return None
-        layers.note_window(shape, window)
-        max_tokens, is_quantized, is_rounded = known.about
+        turn.note(window)
         late: list[Callable[[], object]] = []
         handle = LowLatencyHandle(self, ep, r, max_tokens, is_by_pick=True)
         count = r.handle.sizes.narrow(0, 0, ep.num_local_experts)  # no call of a buffer reads them again

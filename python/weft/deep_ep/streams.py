@@ -32,7 +32,7 @@ def _outside(function: F, *, tells_peers: bool, looks: bool = True) -> F:
 
     @functools.wraps(function)
     def run(self: Any, *args: Any, **named: Any) -> Any:
-        if looks and (torch.compiler.is_dynamo_compiling() or _compiling() is not None):
+        if looks and (_is_traced() or _compiling() is not None):
             if not disabled:
                 disabled.append(torch.compiler.disable(_outside(function, tells_peers=tells_peers, looks=False)))
             return disabled[0](self, *args, **named)
@@ -52,6 +52,7 @@ def _outside(function: F, *, tells_peers: bool, looks: bool = True) -> F:
     return run  # type: ignore[return-value]
 
 
+_is_traced = torch.compiler.is_dynamo_compiling
 # What torch.compile has set for the frames of this thread; None: nothing.
 _compiling: Callable[[], Any] = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), "get_eval_frame_callback", lambda: None

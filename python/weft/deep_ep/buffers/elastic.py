@@ -93,7 +93,7 @@ class ElasticBuffer(Absent, Ending):
         self.num_scaleout_ranks, self.num_scaleup_ranks = self._nodes.num_nodes, self._nodes.size
         self.scaleout_rank_idx, self.scaleup_rank_idx = self._nodes.node, self._nodes.idx
         self.num_max_tokens_per_rank, self.hidden, self.num_topk = num_max_tokens_per_rank, hidden, num_topk
-        is_by_pick = num_bytes is None
+        num_results = int(num_bytes is None)  # sizes may come with the calls
         if num_bytes is None:
             with self._ranks.released_on_error():
                 num_bytes = _size_hint(self.num_ranks, max(1, num_max_tokens_per_rank), max(8, hidden), num_topk)
@@ -107,7 +107,7 @@ class ElasticBuffer(Absent, Ending):
         with self._ranks.released_on_error():
             seconds = float(min(num_cpu_timeout_secs, num_gpu_timeout_secs))
             self._layers = Layers(
-                self._ranks, heap_bytes=num_bytes, deadline_s=seconds, nodes=self._nodes, is_by_pick=is_by_pick
+                self._ranks, heap_bytes=num_bytes, deadline_s=seconds, nodes=self._nodes, num_results=num_results
             )
         self._streams = Streams(self._ranks.device)
         self._destroyed = False
@@ -214,7 +214,8 @@ class ElasticBuffer(Absent, Ending):
             InvalidArgument, InvalidState: as `weft.ExpertParallel.dispatch`; what was given does not go together.
         """
         self._check_alive("dispatch")
-        self._check_qps(num_qps)
+        if num_qps or type(num_qps) is not int:
+            self._check_qps(num_qps)
         key = None
         if handle is None and previous_event is None and previous_event_before_epilogue is None:
             most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
@@ -355,9 +356,9 @@ class ElasticBuffer(Absent, Ending):
             InvalidArgument: topk_weights with an expanded handle and allow_multiple_reduction=False. As `dispatch`.
         """
         self._check_alive("combine")
-        self._check_qps(num_qps)
+        if num_qps or type(num_qps) is not int:
+            self._check_qps(num_qps)
         known = self._own(handle)
-        check_rows("x", x, known.widths)
         once = known.do_expand and not self.allow_multiple_reduction
         if once and topk_weights is not None:
             raise InvalidArgument("topk_weights with an expanded handle need allow_multiple_reduction=True")
@@ -370,6 +371,7 @@ class ElasticBuffer(Absent, Ending):
             y = sum_of(ep, x, routing, options["num_sms"], "last_pick")
             if y is not None:
                 return y, None, EventOverlap()
+        check_rows("x", x, known.widths)
 
         def work() -> tuple[Any, None]:
             more = bias_of(bias)
