@@ -34,8 +34,9 @@ namespace {
 constexpr const char* kClosedText = "closed its communicator";
 constexpr uint64_t kWatchSliceNs = 200'000'000;  // how long a watcher may outlive close()
 constexpr uint64_t kFounderNs = 1'000'000'000;
-constexpr int kPacketsATurn = 64;      // of a peer, before the next one is heard
-constexpr int kPacketsLeft = 1 << 16;  // more than a socket holds
+constexpr uint64_t kNewcomerNs = 1'000'000'000;  // for the answer of who is no member, and may be stopped
+constexpr int kPacketsATurn = 64;                // of a peer, before the next one is heard
+constexpr int kPacketsLeft = 1 << 16;            // more than a socket holds
 
 // Runs detached and touches only what it shares: close() need not wait for it.
 void watch(const std::shared_ptr<PeerLife>& life, const std::shared_ptr<Board>& board, int peer, uint64_t number) {
@@ -562,6 +563,23 @@ std::unique_ptr<ControlPlane> connect_processes(int rank, const std::vector<Endp
                                                std::move(open));
 }
 
+namespace {
+
+struct LeftOut {};
+
+// Whether a member of `epoch` is none by now, as the records say.
+bool is_left_out(Ledger& ledger, uint32_t epoch, int slot) {
+  bool is_out = false;
+  for (uint32_t next = epoch + 1; ledger.is_decided(next); ++next) {
+    const Decision found = ledger.find(next);
+    if (found.record) is_out = !found.record->active.contains(slot);
+  }
+  return is_out;
+}
+
+}  // namespace
+
+// NOLINTNEXTLINE(readability-function-size): what joining needs, each a thing of its own
 Newcomer join_processes(std::string_view address, int slot, Listener&& listener, uint64_t deadline_ns,
                         const ControlPlane::Poll& poll) {
   Listener own_listener(std::move(listener));
@@ -575,6 +593,7 @@ Newcomer join_processes(std::string_view address, int slot, Listener&& listener,
   slots.show(welcome.slot, SlotCell{});  // what the one before has shown is over
   std::vector<Connection> connections(static_cast<size_t>(welcome.num_slots));
   auto life = std::make_unique<LifeLock>();  // says goodbye before the connections end
+  const auto ledger = std::make_shared<PageLedger>(sponsored.page);
   Membership::Welcome members{{}, welcome.epoch, welcome.era};
   members.incarnations.assign(welcome.incarnations.begin(), welcome.incarnations.begin() + welcome.num_slots);
   std::vector<uint64_t> incarnations(static_cast<size_t>(welcome.num_slots));
@@ -582,7 +601,8 @@ Newcomer join_processes(std::string_view address, int slot, Listener&& listener,
   std::vector<int> ended;
   for (int other = 0; other < welcome.num_slots; ++other) {
     const auto idx = static_cast<size_t>(other);
-    const bool is_member = members.incarnations[idx] != 0;
+    const uint64_t member = members.incarnations[idx];
+    const bool is_member = member != 0;
     std::optional<Endpoint> endpoint = slots.endpoint(other);
     // A founder claims its slot when it has connected, which may be a moment after another one is asked to sponsor.
     const uint64_t patience_ns = std::min(deadline_ns, now_ns() + kFounderNs);
@@ -594,7 +614,19 @@ Newcomer join_processes(std::string_view address, int slot, Listener&& listener,
     std::optional<Connection> connection;
     if (endpoint) {
       const CallingRank self{welcome.slot, own, welcome.secret, life->fd()};
-      connection = call_rank(self, other, welcome.num_slots, *endpoint, deadline_ns, poll);
+      const bool is_waited_for = incarnation_of(*endpoint) == member;
+      const uint64_t until_ns = is_waited_for ? deadline_ns : std::min(deadline_ns, now_ns() + kNewcomerNs);
+      const auto watch = [&] {
+        if (is_waited_for && is_left_out(*ledger, welcome.epoch, other)) throw LeftOut{};
+        if (poll) poll();
+      };
+      try {
+        connection = call_rank(self, other, welcome.num_slots, *endpoint, until_ns, watch);
+      } catch (const LeftOut&) {  // the others went on without it, and so does this one
+        continue;
+      } catch (const Error& error) {  // it is called again later
+        if (is_waited_for || error.code != ErrorCode::kPeerTimeout) throw;
+      }
     }
     if (connection) connections[idx] = std::move(*connection);
     if (connection) incarnations[idx] = incarnation_of(*endpoint);
@@ -602,8 +634,7 @@ Newcomer join_processes(std::string_view address, int slot, Listener&& listener,
   }
   WEFT_FAIL_POINT("join.connected");
   auto plane = std::make_unique<ProcessControlPlane>(
-      welcome.slot, std::move(incarnations), std::move(life), std::make_shared<PageLedger>(sponsored.page),
-      std::move(connections), nullptr, nullptr,
+      welcome.slot, std::move(incarnations), std::move(life), ledger, std::move(connections), nullptr, nullptr,
       OpenParts{sponsored.page, std::move(own_listener), own, welcome.secret, slots});
   claim.release();  // NOLINT(bugprone-unused-return-value): the slot is this rank's now
   for (const int rank : ended) plane->note_ended(rank);

@@ -198,10 +198,9 @@ void Reception::greet(Visitor& caller) {
 }
 
 bool Reception::take(Visitor& caller) {
-  if (!host_.has_room(caller.slot)) {
-    pollfd ended{caller.socket.get(), POLLRDHUP, 0};
-    return ::poll(&ended, 1, 0) == 1;  // it has given up
-  }
+  pollfd ended{caller.socket.get(), POLLRDHUP, 0};
+  if (::poll(&ended, 1, 0) == 1) return true;  // it has given up, and calls again if it has not ended
+  if (!host_.has_room(caller.slot)) return false;
   Connection connection;
   connection.pidfd = open_process(caller.hello->endpoint.pid);
   if (process_start_time(caller.hello->endpoint.pid) != caller.hello->endpoint.start_time) return true;  // it has ended

@@ -229,3 +229,92 @@ def test_a_spare_waits_for_all_members_to_have_made_an_object() -> None:
     seen = weft.spawn(_is_slow, 3, device="cpu")
     assert seen[:2] == [0, 0]
     assert seen[2] >= 2
+
+
+def _sleeps_beside(outer_comm: Any, where: pathlib.Path) -> tuple[int, ...]:
+    """Rank 1 has joined, and is stopped while rank 2 joins and comes in; then it comes in, too."""
+    outer = Outer(outer_comm)
+    comm, address = open_group(outer, 1, 3)
+    if outer.rank == 1:
+        comm = weft.Communicator.join(address, slot=1, device="cpu")
+        (where / "1").write_text(str(os.getpid()))
+    if outer.rank == 0:
+        ep = make_ep(comm)
+    outer.wait()
+    if outer.rank == 2:
+        stop(_pid_of(where, 1))
+        try:
+            comm = weft.Communicator.join(address, slot=2, device="cpu", timeout_s=LONG_S / 4)
+            ep = make_ep(comm)
+            comm.ready()
+            change = comm.boundary(LONG_S)
+        finally:
+            os.kill(_pid_of(where, 1), signal.SIGCONT)
+        assert change is not None
+        assert change.active == (0, 2)
+        checked_step(ep, number_of(comm))
+    assert comm is not None
+    if outer.rank == 1:
+        ep = make_ep(comm)
+        comm.ready()
+        assert (change := comm.boundary(LONG_S)) is not None
+        checked_step(ep, number_of(comm))
+    if outer.rank == 0:
+        checked_step(ep, number_of(comm))
+        comm.propose(admit=[2])
+        run_until(comm, ep, [0, 2])
+        comm.propose(admit=[1])
+    if outer.rank != 1:
+        run_until(comm, ep, [0, 1, 2])
+    outer.wait()
+    comm.close()
+    return comm.active_ranks
+
+
+def test_a_newcomer_is_stopped_beside_another_one(tmp_path: pathlib.Path) -> None:
+    """It holds up nobody, whatever its slot."""
+    assert weft.spawn(_sleeps_beside, 3, (tmp_path,), device="cpu") == [(0, 1, 2)] * 3
+
+
+def _member_sleeps(outer_comm: Any, where: pathlib.Path) -> tuple[int, ...]:
+    """Rank 1, a member, is stopped when rank 2 comes to it; rank 0 goes on without it, and with rank 2."""
+    outer = Outer(outer_comm)
+    comm, address = open_group(outer, 2, 3)
+    if outer.rank == 1:
+        (where / "1").write_text(str(os.getpid()))
+    if comm is not None:
+        ep = make_ep(comm)
+        checked_step(ep, number_of(comm))
+    outer.wait()
+    if outer.rank == 2:
+        stop(_pid_of(where, 1))
+        (where / "stopped").touch()
+        try:
+            comm = weft.Communicator.join(address, device="cpu", timeout_s=LONG_S / 4)
+            ep = make_ep(comm)
+            comm.ready()
+            change = comm.boundary(LONG_S)
+        finally:
+            os.kill(_pid_of(where, 1), signal.SIGCONT)
+        assert change is not None
+        checked_step(ep, number_of(comm))
+    assert comm is not None
+    if outer.rank == 0:
+        until(lambda: (where / "stopped").exists() and comm.membership.joining == (2,))
+        assert comm.recover(evict=[1], spares=0).active == (0,)
+        checked_step(ep, number_of(comm))
+        comm.propose(admit=[2])
+        run_until(comm, ep, [0, 2])
+    active = comm.active_ranks
+    if outer.rank == 1:
+        with pytest.raises(weft.Evicted):  # as soon as it hears of it
+            until(lambda: comm.boundary(LONG_S) is not None)
+    outer.wait()
+    comm.close()
+    return active
+
+
+def test_a_member_is_stopped_before_a_newcomer_has_met_it(tmp_path: pathlib.Path) -> None:
+    """The others leave it out, and the newcomer goes on with them."""
+    seen = weft.spawn(_member_sleeps, 3, (tmp_path,), device="cpu")
+    assert [seen[0], seen[2]] == [(0, 2)] * 2
