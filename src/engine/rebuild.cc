@@ -524,7 +524,7 @@ void Communicator::enter_epoch(const std::vector<int>& ranks, u32 epoch) {
     epoch_ = epoch;
     active_ = ranks;
     active_set_ = RankSet::of(ranks);
-    reason_ = attempt_abort_;
+    if (reason_.code != AbortCode::kEvicted) reason_ = attempt_abort_;  // the next epoch may be known already
     attempt_ = 0;
     closed_ranks_ = closed_ranks_ & active_set_;
     refusals_.clear();

@@ -187,10 +187,33 @@ TEST(a_proposal_is_withdrawn_at_the_deadline) {
 
 #if defined(WEFT_FAIL_POINTS)
 namespace {
-std::function<void()> at_the_wish;  // in the thread that is about to want the change again
-}
+std::function<void()> at_the_wish;         // in the thread that is about to want the change again
+std::function<void()> behind_the_renewal;  // in the thread that recovers, before it enters the epoch
+using Hook = std::function<void()>;
+}  // namespace
 void weft::fail_point(const char* name) {
   if (at_the_wish && std::string_view(name) == "wish.again") at_the_wish();
+  if (behind_the_renewal && std::string_view(name) == "recover.renewed") behind_the_renewal();
+}
+
+// As one that was stopped there: the others have gone on without it, and its own thread hears of that first.
+TEST(an_eviction_that_is_heard_inside_recover_is_told) {
+  MemberCase member;
+  Stage& stage = member.stage;
+  stage.set_dead(1);
+  behind_the_renewal = [&] {
+    MembershipRecord record;
+    record.epoch = record.era = 3;
+    record.active = RankSet::of({1});
+    stage.commit(record);
+    AbortReason decided;
+    decided.code = AbortCode::kDecided;
+    stage.on_abort(decided);
+  };
+  const std::unique_ptr<Hook, void (*)(Hook*)> end(&behind_the_renewal, [](Hook* hook) { *hook = {}; });
+  member.comm->recover({}, 1, deadline_after_s(kLongS), {});
+  CHECK_EQ(member.comm->epoch(), u32{2});
+  CHECK_ERROR(kEvicted, {0}, member.comm->raise_if_broken());
 }
 
 // Who takes it back meanwhile must not be told so before: the proposal that is on its way is withdrawn, too.
@@ -201,7 +224,6 @@ TEST(what_is_taken_back_is_not_proposed_again) {
     const uint64_t until_ns = deadline_after_s(1);  // it waits for this thread, so nothing comes of it
     while (!is_withdrawn && now_ns() < until_ns) usleep(500);
   };
-  using Hook = std::function<void()>;
   const std::unique_ptr<Hook, void (*)(Hook*)> end(&at_the_wish, [](Hook* hook) { *hook = {}; });
   MemberCase member;
   Stage& stage = member.stage;
