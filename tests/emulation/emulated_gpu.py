@@ -150,7 +150,9 @@ class _Current(threading.local):
 
 
 class Graph:
-    """What calls in `record` launch, again and again."""
+    """What calls in `record` launch, again and again. Their results must be kept as long as it is replayed: nothing
+    here holds what torch makes under capture, as the memory pool of a CUDA graph does.
+    """
 
     _numbers = itertools.count(1)
 

@@ -225,6 +225,46 @@ def test_graphs_are_replayed(ranks: Any) -> None:
             assert torch.equal(y, sums[rank])
 
 
+def in_another_order(state: RankState, _: object) -> list[str]:
+    """Two layers of equal shape: each rank calls another one, eagerly and in a graph; then both call the same."""
+    shape: dict[str, Any] = {"num_experts": 6, "top_k": 4, "hidden": 48, "max_tokens_per_rank": 17}
+    layers = [weft.ExpertParallel(state.comm, **shape) for _ in range(2)]
+    x, ids, weights = inputs(state.rank, 7)
+    r = layers[0].dispatch(x, ids, weights, capacity=40)  # kernels are compiled
+    wanted = layers[0].combine(r.x, r.handle)
+    mine, graph, texts, kept = layers[state.rank], Graph(), [], []
+
+    def refused() -> None:
+        with pytest.raises(weft.InvalidArgument, match="ranks called different things") as caught:
+            mine.check()
+        texts.append(str(caught.value))
+        again = layers[0].combine(r.x, r.handle)
+        layers[0].check()
+        assert torch.equal(again, wanted)
+
+    mine.dispatch(x, ids, weights, capacity=40)
+    refused()
+    with graph.record():
+        kept.append(mine.dispatch(x, ids, weights, capacity=40))  # what each replay writes to, a refused one too
+    for _ in range(2):
+        graph.replay()
+        refused()
+    state.comm.meet(60)
+    graph.destroy()
+    for ep in layers:
+        ep.close()
+    return texts
+
+
+def test_layers_in_another_order(ranks: Any) -> None:
+    """Every rank is told both objects; the calls behind it are right."""
+    for rank, texts in enumerate(ranks.run(2, in_another_order, [None, None])):
+        assert len(texts) == 3
+        for text in texts:
+            assert f"of ExpertParallel {rank}, rank {1 - rank} " in text
+            assert f"of ExpertParallel {1 - rank}" in text
+
+
 WRONG_PLACE = Mutant(
     "the last 16 bytes of a row are not sent",
     "weft/ptx/bulk.cuh",
