@@ -32,6 +32,7 @@ def calls_of(case: Case, table: Table, ranks: int, hidden: int) -> Iterator[tupl
     """What Weft itself makes of the calls of a case on GPUs."""
     ep: Any = SimpleNamespace(
         engine="nvlink",
+        calls=SimpleNamespace(has_nodes=False, has_domains=False),
         most_num_sms=132,
         num_ranks=ranks,
         num_local_experts=EXPERTS // ranks,
