@@ -34,10 +34,10 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from weft.expert_parallel import ExpertParallel
+    from weft.group.membership import Change, Membership
     from weft.handle import Dispatched, Event, Handle
     from weft.limits import limits, supports
     from weft.machine.placement.model import Placement
-    from weft.membership import Change, Membership
     from weft.planner.planning import plan
     from weft.quantized import Quantized
     from weft.spawn import spawn
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Aborted": "errors",
     "CapacityExceeded": "errors",
-    "Change": "membership",
+    "Change": "group.membership",
     "Communicator": "communicator",
     "CompileError": "errors",
     "ControlLost": "errors",
@@ -60,7 +60,7 @@ _HOME = {
     "InternalError": "errors",
     "InvalidArgument": "errors",
     "InvalidState": "errors",
-    "Membership": "membership",
+    "Membership": "group.membership",
     "PeerLost": "errors",
     "PeerTimeout": "errors",
     "Placement": "machine.placement",

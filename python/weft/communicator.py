@@ -14,11 +14,11 @@ from weft.call.window import Window, WindowSpec, released_on_error
 from weft.errors import InvalidArgument, InvalidState, rank_list
 from weft.group.changes import Changes
 from weft.group.joining import positive_seconds
+from weft.group.membership import Change, Membership
 from weft.group.turns import Process, first_line
 from weft.group.wishes import spare_ranks
 from weft.machine.placement import local
 from weft.machine.placement.model import Placement
-from weft.membership import Change, Membership
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from test_errors import raised
 
 import weft
-from weft import meeting
+from weft.group import meeting
 
 LONG_S, SHORT_S = 60.0, 2.0
 

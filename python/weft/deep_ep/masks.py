@@ -12,7 +12,7 @@ from weft.group.turns import Process
 
 if TYPE_CHECKING:
     from weft.communicator import Communicator
-    from weft.membership import Change
+    from weft.group.membership import Change
 
 __all__ = ["Masks"]
 

@@ -14,7 +14,7 @@ from weft import env
 from weft.deep_ep.errors import refused
 from weft.deep_ep.ranks import options_of_environment
 from weft.errors import CapacityExceeded, InvalidArgument, InvalidState, PeerLost, PeerTimeout, rank_list
-from weft.meeting import Left, Meeting, meet
+from weft.group.meeting import Left, Meeting, meet
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -11,13 +11,13 @@ from weft.engine import Choice, look
 from weft.errors import InvalidArgument, InvalidState, PeerTimeout, Unsupported, rank_list
 from weft.group.joining import CONNECT_TIMEOUT_S, device_of, positive_seconds
 from weft.group.maps import asked_contract
+from weft.group.membership import Change
 from weft.group.recovering import Recovering
 from weft.group.ticket import CHANGE_TIMEOUT_S, Ticket
 from weft.group.wishes import checked_ranks, left_of, number_of
 from weft.limits import MAX_SECONDS
 from weft.machine.placement import local
 from weft.machine.placement.model import Placement
-from weft.membership import Change
 
 if TYPE_CHECKING:
     import torch

@@ -15,6 +15,8 @@ from weft import _load, env
 from weft.engine import Choice, Facts, choose_engine, look
 from weft.errors import InvalidArgument, InvalidState, PeerTimeout, Unsupported
 from weft.group.deciding import Decide, Network, Secret, by_store, of_group, serve
+from weft.group.meeting import ENDPOINT_BYTES, hosts_store, meet_by_env
+from weft.group.membership import Change
 from weft.group.sleeping import Sleeping
 from weft.group.turns import positive_seconds
 from weft.limits import MAX_CONTROL_RANKS, MAX_RANKS
@@ -22,8 +24,6 @@ from weft.log import logger
 from weft.machine.placement import local
 from weft.machine.placement.binding import Binding
 from weft.machine.placement.model import Placement
-from weft.meeting import ENDPOINT_BYTES, hosts_store, meet_by_env
-from weft.membership import Change
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from weft.errors import InvalidArgument
 from weft.group.joining import Joining
-from weft.membership import Change
+from weft.group.membership import Change
 
 __all__ = ["Recovering"]
 
