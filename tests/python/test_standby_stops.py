@@ -231,6 +231,23 @@ def test_a_spare_waits_for_all_members_to_have_made_an_object() -> None:
     assert seen[2] >= 2
 
 
+def _comes_in_beside(address: str, where: pathlib.Path) -> tuple[weft.Communicator, weft.ExpertParallel]:
+    """Rank 2 joins and comes in while rank 1 is stopped."""
+    stop(_pid_of(where, 1))
+    (where / "stopped").touch()
+    try:
+        comm = weft.Communicator.join(address, slot=2, device="cpu", timeout_s=LONG_S / 4)
+        ep = make_ep(comm)
+        comm.ready()
+        change = comm.boundary(LONG_S)
+    finally:
+        os.kill(_pid_of(where, 1), signal.SIGCONT)
+    assert change is not None
+    assert change.active == (0, 2)
+    checked_step(ep, number_of(comm))
+    return comm, ep
+
+
 def _sleeps_beside(outer_comm: Any, where: pathlib.Path) -> tuple[int, ...]:
     """Rank 1 has joined, and is stopped while rank 2 joins and comes in; then it comes in, too."""
     outer = Outer(outer_comm)
@@ -242,22 +259,12 @@ def _sleeps_beside(outer_comm: Any, where: pathlib.Path) -> tuple[int, ...]:
         ep = make_ep(comm)
     outer.wait()
     if outer.rank == 2:
-        stop(_pid_of(where, 1))
-        try:
-            comm = weft.Communicator.join(address, slot=2, device="cpu", timeout_s=LONG_S / 4)
-            ep = make_ep(comm)
-            comm.ready()
-            change = comm.boundary(LONG_S)
-        finally:
-            os.kill(_pid_of(where, 1), signal.SIGCONT)
-        assert change is not None
-        assert change.active == (0, 2)
-        checked_step(ep, number_of(comm))
+        comm, ep = _comes_in_beside(address, where)
     assert comm is not None
     if outer.rank == 1:
         ep = make_ep(comm)
         comm.ready()
-        assert (change := comm.boundary(LONG_S)) is not None
+        assert comm.boundary(LONG_S) is not None
         checked_step(ep, number_of(comm))
     if outer.rank == 0:
         checked_step(ep, number_of(comm))
@@ -287,17 +294,7 @@ def _member_sleeps(outer_comm: Any, where: pathlib.Path) -> tuple[int, ...]:
         checked_step(ep, number_of(comm))
     outer.wait()
     if outer.rank == 2:
-        stop(_pid_of(where, 1))
-        (where / "stopped").touch()
-        try:
-            comm = weft.Communicator.join(address, device="cpu", timeout_s=LONG_S / 4)
-            ep = make_ep(comm)
-            comm.ready()
-            change = comm.boundary(LONG_S)
-        finally:
-            os.kill(_pid_of(where, 1), signal.SIGCONT)
-        assert change is not None
-        checked_step(ep, number_of(comm))
+        comm, ep = _comes_in_beside(address, where)
     assert comm is not None
     if outer.rank == 0:
         until(lambda: (where / "stopped").exists() and comm.membership.joining == (2,))
