@@ -7,6 +7,7 @@ import importlib
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,8 +49,8 @@ def test_ctrl_c_ends_waits() -> None:
     assert not rank_threads()
 
 
-def test_failure_of_one_rank_ends_the_waits_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("weft.spawn"), "THREAD_GRACE_S", 2.0)
+def waits_in_a_rebuild() -> Callable[[weft.Communicator], None]:
+    """A rank: 2 fails, and 0 waits in a rebuild in which 1 takes no part."""
     all_constructed = threading.Barrier(3)
     rank_0_left = threading.Event()
 
@@ -68,9 +69,14 @@ def test_failure_of_one_rank_ends_the_waits_of_the_others(monkeypatch: pytest.Mo
             finally:
                 rank_0_left.set()
 
+    return rank
+
+
+def test_failure_of_one_rank_ends_the_waits_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("weft.spawn"), "THREAD_GRACE_S", 2.0)
     begin = time.monotonic()
     with pytest.raises(KeyError, match="the reason") as caught:
-        weft.spawn(rank, 3, isolation="thread")
+        weft.spawn(waits_in_a_rebuild(), 3, isolation="thread")
     assert time.monotonic() - begin < LEAVES_WITHIN_S
     notes = "\n".join(caught.value.__notes__)
     assert "raised by rank 2 of weft.spawn" in notes
@@ -92,8 +98,6 @@ class _ClosesLate:
 def test_a_rank_that_hears_of_another_before_it_is_stopped_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     spawn = importlib.import_module("weft.spawn")
     monkeypatch.setattr(spawn, "THREAD_GRACE_S", 0.0)
-    all_constructed = threading.Barrier(3)
-    rank_0_left = threading.Event()
     real = spawn._ThreadRanks.stop
 
     def stop(ranks: Any) -> None:
@@ -101,24 +105,9 @@ def test_a_rank_that_hears_of_another_before_it_is_stopped_itself(monkeypatch: p
         ranks.natives = [*others, _ClosesLate(first, ranks.ended[0])]
         real(ranks)
 
-    def rank(comm: weft.Communicator) -> None:
-        with weft.ExpertParallel(comm, **{**SHAPE, "num_experts": 6}) as ep:
-            all_constructed.wait(LEAVES_WITHIN_S)
-            if comm.rank == 2:
-                raise KeyError("the reason")
-            if comm.rank == 1:
-                rank_0_left.wait(LEAVES_WITHIN_S)
-                return
-            try:
-                with contextlib.suppress(weft.PeerLost):
-                    ep.warmup()
-                comm.rebuild([0, 1])
-            finally:
-                rank_0_left.set()
-
     monkeypatch.setattr(spawn._ThreadRanks, "stop", stop)
     with pytest.raises(KeyError, match="the reason") as caught:
-        weft.spawn(rank, 3, isolation="thread")
+        weft.spawn(waits_in_a_rebuild(), 3, isolation="thread")
     notes = "\n".join(caught.value.__notes__)
     assert "rank 0 ended with PeerLost: rank 0 was stopped by weft.spawn, because another rank had failed" in notes
     assert "left out by the others" not in notes
