@@ -11,7 +11,7 @@
 #include "bindings/gil.h"
 #include "engine/nvlink/combine.h"
 #include "engine/nvlink/count_picks.h"
-#include "engine/nvlink/dispatch.h"
+#include "engine/nvlink/dispatch_config.h"
 #include "engine/nvlink/gradients.h"
 #include "engine/nvlink/need_room.h"
 #include "engine/nvlink/place_rows.h"

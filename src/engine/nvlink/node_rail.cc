@@ -4,7 +4,7 @@
 #include <string>
 
 #include "base/status.h"
-#include "engine/nvlink/dispatch.h"
+#include "engine/nvlink/dispatch_config.h"
 #include "engine/rail_memory.h"
 
 namespace weft::nvlink {

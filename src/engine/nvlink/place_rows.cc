@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "engine/nvlink/dispatch.h"
+#include "engine/nvlink/node_rail.h"
 #include "engine/nvlink/window.h"
 #include "weft/kernels/place_rows_arguments.h"
 

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/status.h"
-#include "engine/nvlink/dispatch.h"
+#include "engine/nvlink/dispatch_config.h"
 
 namespace weft::nvlink {
 

@@ -1,7 +1,7 @@
 // What dispatch and combine share: order among streams, the kernel's start, the counts that the host waits for.
 #include <utility>
 
-#include "engine/nvlink/dispatch.h"
+#include "engine/nvlink/dispatch_config.h"
 #include "engine/nvlink/host_wait.h"
 #include "engine/nvlink/window.h"
 #include "weft/ptx/memory.h"

@@ -2,7 +2,7 @@
 // driver is a fake one, whose kernels do what a test says: what they do on GPUs is tested there (tests/gpu).
 // check: allow file-size: all cases use the same ranks on the same driver without a GPU
 #include "engine/nvlink/window.h"
-#include "engine/nvlink/dispatch.h"
+#include "engine/nvlink/dispatch_config.h"
 
 #include <algorithm>
 #include <array>
