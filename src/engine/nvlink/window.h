@@ -207,7 +207,7 @@ class Window : public CallWindow {
   // Waits for this rank's own kernels, those of graphs aside; false: still at work at `deadline_ns`.
   bool wait_for_kernels(u64 deadline_ns, const Poll& poll);
 
-  // ---- Memory (window.cc)
+  // ---- Memory (window_memory.cc)
 
   Memory allocate() const;
   void connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epoch, u64 tag, u64 deadline_ns,
@@ -215,6 +215,9 @@ class Window : public CallWindow {
   std::string attach(const std::vector<int>& ranks, const std::vector<Parcel>& parcels, std::vector<Peer>& peers);
   void install_rail();
   void install(const std::vector<int>& ranks, u32 epoch, Memory memory, std::vector<Peer> peers);
+
+  // ---- What it has ready from the beginning, and its end (window.cc)
+
   bool has_left() noexcept;
   void prepare_unload();
   void prepare_gradients();
