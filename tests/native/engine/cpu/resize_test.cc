@@ -18,7 +18,7 @@ namespace {
 
 constexpr u64 kLargest = 1 << 20;
 
-// As src/engine/cpu/window.cc sends it.
+// As src/engine/cpu/memory_offer.h has it: written again here, for a change of what is sent shows.
 struct MemoryOffer {
   WindowShape shape;
   u64 heap_bytes;
