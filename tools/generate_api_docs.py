@@ -108,7 +108,7 @@ def private_bases(cls: type) -> list[type]:
 
 def describe_members(name: str, cls: type) -> Iterator[str]:
     """Yield a section for each public method and property that the class or a base that is not public defines."""
-    for member, value in [each for owner in (*private_bases(cls), cls) for each in vars(owner).items()]:
+    for member, value in [each for owner in (cls, *private_bases(cls)) for each in vars(owner).items()]:
         if member.startswith("_"):
             continue
         raw = value.__func__ if isinstance(value, classmethod | staticmethod) else value

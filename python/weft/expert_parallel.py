@@ -1,35 +1,34 @@
-"""`ExpertParallel`: dispatch and combine for one shape of MoE layer. Checks of arguments are in weft/call/check.py."""
+"""`ExpertParallel`: dispatch and combine for one shape of MoE layer. Checks of arguments are in weft/call/check.py.
 
-# check: allow file-size: what the two calls do is written down in one place
+Changes between calls are in weft/call/elastic.py, `check` and `stats` in reports.py, `close` in lifetime.py.
+"""
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.call import along, check, traced, wrapped
+from weft.call import along, check, check_constructor, traced, wrapped
 from weft.call.eager import Eager
 from weft.call.elastic import Elastic
+from weft.call.lifetime import Lifetime
 from weft.call.maps import checked_picks
 from weft.call.opening import opened
 from weft.call.options import CombineOptions, DispatchOptions
+from weft.call.reports import Reports
 from weft.call.warmup import run_all
 from weft.communicator import Communicator
-from weft.errors import Error, InvalidState, Unsupported
+from weft.errors import Error, Unsupported
 from weft.handle import Dispatched, Handle
 from weft.limits import dtype_name
 from weft.quantized import Quantized
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
 __all__ = ["ExpertParallel"]
 
 
-class ExpertParallel(Elastic):
+class ExpertParallel(Elastic, Reports, Lifetime):
     """Sends tokens to the ranks of their experts and brings the experts' outputs back.
 
     E experts, R ranks: expert e lives on rank e // (E / R). Constructing is collective: every rank passes equal
@@ -109,12 +108,12 @@ class ExpertParallel(Elastic):
             "node_ranks": node_ranks,
             "small_tokens": small_tokens,
         }
-        check.check_comm(comm)
+        check_constructor.check_comm(comm)
         with comm.telling_peers():
-            check.check_min_ranks(comm, min_ranks, num_experts, num_logical_experts)
+            check_constructor.check_min_ranks(comm, min_ranks, num_experts, num_logical_experts)
             if num_experts is None and type(num_logical_experts) is int:
                 arguments["num_experts"] = -(-num_logical_experts // (min_ranks or comm.num_ranks)) * comm.num_ranks
-            check.check_constructor(comm, dtype, arguments)
+            check_constructor.check_constructor(comm, dtype, arguments)
         self.calls, self._shape = opened(comm, dtype, arguments)
         self.comm, self.dtype, self.device = comm, dtype, comm.device
         self.num_experts, self.top_k, self.hidden = self._shape.num_experts, top_k, hidden
@@ -375,85 +374,3 @@ class ExpertParallel(Elastic):
             output_dtype=output_dtype,
         )  # fmt: skip
         self.calls.wait()
-
-    def check(self) -> None:
-        """Raise what calls on this rank, replayed ones too, could not raise themselves. Local; on a GPU it waits for
-        the calls made so far and for the current stream.
-
-        Raises:
-            InvalidArgument: a dispatch had ids out of range. CapacityExceeded: picks were dropped on this rank since
-            the last check; ranks may differ. PeerLost, PeerTimeout: the communicator is broken. InvalidState: closed,
-            or busy in another thread.
-        """
-        self.calls.raise_if_closed("check")
-        self.calls.wait()
-        with self.comm.alone("check"):
-            self.comm.raise_if_broken()
-            self.calls.raise_bad_ids()
-            self.calls.raise_dropped()
-
-    def stats(self) -> dict[str, Any]:
-        """Counts of this object on this rank, forward and backward together. Local.
-
-        Returns:
-            num_dispatches, num_combines; rows_sent and bytes_sent to other ranks by dispatch (cpu engine; else 0);
-            dispatch_s and combine_s, seconds that the host spent in these calls; num_dropped picks (on a GPU this waits
-            for the calls made so far); windows: a list with what each native window counts, over all objects that share
-            it (heap_used, heap_peak in bytes, num_staged results that found no room, wait_us); wait_us: the sum of
-            theirs, a list by rank: microseconds that this rank has waited for headers of that rank (own: 0). A call
-            waits for a peer's header before it can place rows and again before it returns; what was there at the
-            first look counts as 0, a wait that ended in an error not at all. On a GPU the first block of each kernel
-            measures it. A late rank has large numbers at all others, and small ones itself. A replayed graph adds to
-            wait_us; the calls in it were counted once, when they were captured.
-        """
-        num_dropped = int(self._overflow)  # first: on a GPU it waits
-        windows = [window.native.stats() for window in self.calls.windows if not window.closed]
-        return {
-            **vars(self.calls.counters),
-            "num_dropped": num_dropped,
-            "wait_us": [sum(window["wait_us"][rank] for window in windows) for rank in range(self.num_ranks)],
-            "windows": windows,
-        }
-
-    def close(self) -> None:
-        """Give the windows back once no other object uses them. Local, never waits for a peer, may be called twice.
-
-        On a GPU it waits, bounded, for this rank's own kernels. Tensors that calls returned stay valid. Memory that
-        CUDA graphs with its calls use, that of the peers too, is given back when the last of these graphs is destroyed.
-
-        Raises:
-            InvalidState: inside a call of the communicator, of another thread or one that a signal handler has
-                interrupted. Nothing was given back: call it again afterwards.
-        """
-        if not self.calls.closed:
-            with self.comm.closing("ExpertParallel.close()"):
-                self.calls.close()
-
-    def __enter__(self) -> ExpertParallel:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except InvalidState:  # inside a call of another thread: the end of this object or of comm gives them back
-            if value is None:
-                raise
-
-    def __del__(self) -> None:
-        if not hasattr(self, "calls"):  # the constructor has not come to its end
-            return
-        if sys.is_finalizing():
-            self.calls.close()
-        elif not self.calls.closed:
-            self.comm.close_ended(self.calls)
-
-    def __repr__(self) -> str:
-        state = ", closed" if self.calls.closed else ""
-        return (
-            f"weft.ExpertParallel({self.num_experts} experts, {self.num_local_experts} on each of "
-            f"{self.num_ranks} ranks, top_k={self.top_k}, hidden={self.hidden}, "
-            f"max_tokens_per_rank={self.max_tokens_per_rank}, {dtype_name(self.dtype)}, "
-            f"engine={self.comm.engine}{state})"
-        )

@@ -16,7 +16,7 @@ from test_streams import EXPERTS, HIDDEN, NUM_RANKS, TOKENS, TOP_K, expected, in
 import weft
 import weft.engine
 from weft import reference
-from weft.call import check
+from weft.call import check_options
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -363,7 +363,7 @@ def test_capture_needs_a_capacity() -> None:
 
 def test_a_captured_dispatch_that_is_refused_gives_its_places_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph keeps its places in the heap for good, but no graph has these."""
-    monkeypatch.setattr(check, "_check_num_sms", lambda *_: None)  # so that the native module refuses
+    monkeypatch.setattr(check_options, "check_num_sms", lambda *_: None)  # so that the native module refuses
 
     def work(comm: weft.Communicator) -> None:
         comm._choice = replace(comm._choice, max_num_sms=8)

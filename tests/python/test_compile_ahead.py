@@ -12,7 +12,7 @@ import pytest
 from weft.bench.ahead import of_cases
 from weft.bench.cases import EXPERTS, TOP_K, Case, cases
 from weft.bench.options import SuiteOptions
-from weft.call import check
+from weft.call import check_options
 from weft.call.options import CombineOptions, DispatchOptions
 from weft.kernels import prebuild
 from weft.kernels.tuning import DEFAULT_NUM_SMS, Table
@@ -51,11 +51,11 @@ def calls_of(case: Case, table: Table, ranks: int, hidden: int) -> Iterator[tupl
     capacity = 4096 if case.sizes == "capacity" else None
     how = {"num_sms": case.num_sms or None, "mode": case.mode}
     rows = {"layout": case.layout, "alignment": case.alignment, "quantize": quantize, "capacity": capacity}
-    first = check._first_call(ep, form, DispatchOptions(**rows, **how))  # type: ignore[arg-type]
+    first = check_options.first_call(ep, form, DispatchOptions(**rows, **how))  # type: ignore[arg-type]
     yield "dispatch", first
     if case.source is not None:
         combine = CombineOptions(wire=case.wire, **how)  # type: ignore[arg-type]
-        yield "combine", check._combine_call(ep, check._form(None, case.wire), first, combine)
+        yield "combine", check_options.combine_call(ep, check_options.form_of(None, case.wire), first, combine)
 
 
 @pytest.mark.parametrize("tokens", [128, 4096])

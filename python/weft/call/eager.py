@@ -28,7 +28,7 @@ from weft.call.options import VALUE_TYPES, CombineOptions, DispatchOptions, opti
 from weft.call.plan import Plan
 from weft.call.runner import Runner
 from weft.call.shape import Shape
-from weft.call.spec import RANK_MAJOR
+from weft.call.spec import QUANTIZE_CODES, RANK_MAJOR
 from weft.call.tensors import is_traced, plain
 from weft.group.turns import Process
 from weft.handle import Dispatched, Handle
@@ -177,7 +177,7 @@ class Eager:
     def _learn_dispatch(self, checked: tuple[Any, ...], handle: Handle | None, options: DispatchOptions) -> Plan:
         """The plan of arguments that are right."""
         call, x, data, scales, topk_idx, topk_weights = checked
-        calls, quantize = self._calls, check.QUANTIZE_CODES[options.quantize]
+        calls, quantize = self._calls, QUANTIZE_CODES[options.quantize]
         has_tracked = (data.requires_grad and not quantize) or (topk_weights is not None and topk_weights.requires_grad)
         is_tracked = torch.is_grad_enabled() and has_tracked
         if call.is_staged:

@@ -14,7 +14,9 @@ __all__ = [
     "EXPERT_MAJOR",
     "LEAST_COLUMNS",
     "MASKED",
+    "QUANTIZE_CODES",
     "RANK_MAJOR",
+    "WIRE_CODES",
     "Call",
     "call_of_numbers",
     "numbers_in_backward",
@@ -22,6 +24,8 @@ __all__ = [
 ]
 
 DTYPE_CODES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
+WIRE_CODES = {None: 0, "fp8": 1}
 BYTES = 0
 RANK_MAJOR, EXPERT_MAJOR, MASKED = range(3)
 LEAST_COLUMNS = 4  # a row of 16 bytes in fp32: what a backward sends where only weights have gradients

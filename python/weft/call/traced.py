@@ -14,7 +14,7 @@ from weft.call.received import Received
 from weft.call.runner import Runner
 from weft.call.scales import by_column
 from weft.call.shape import Shape
-from weft.call.spec import RANK_MAJOR
+from weft.call.spec import QUANTIZE_CODES, RANK_MAJOR
 from weft.handle import Dispatched, Handle
 from weft.quantized import typed
 
@@ -27,7 +27,7 @@ def dispatch(
     """`checked`: what check_dispatch gives."""
     check.check_absent(options)
     call, x, data, scales, topk_idx, topk_weights = checked
-    code = check.QUANTIZE_CODES[options.quantize]
+    code = QUANTIZE_CODES[options.quantize]
     has_tracked = (data.requires_grad and not code) or (topk_weights is not None and topk_weights.requires_grad)
     is_tracked = torch.is_grad_enabled() and has_tracked
     if call.is_staged:
