@@ -1,14 +1,13 @@
-// check: allow file-size: a call from its arguments to its result
+// Calls that are known, from a plan and what was given to the result of the native call (call_results.cc).
 #include "bindings/call_maker.h"
 
-#include <initializer_list>
-#include <optional>
 #include <utility>
 
 #include "base/clock.h"
 #include "base/status.h"
 #include "bindings/arrays.h"
 #include "bindings/names.h"
+#include "bindings/objects.h"
 #include "engine/communicator.h"
 
 namespace nb = nanobind;
@@ -16,48 +15,10 @@ namespace nb = nanobind;
 namespace weft::bindings {
 namespace {
 
-bool is_none(PyObject* value) { return value == nullptr || value == Py_None; }
-
-bool is_true(PyObject* value) {
-  if (is_none(value) || value == Py_False) return false;
-  const int found = PyObject_IsTrue(value);
-  if (found < 0) throw nb::python_error();
-  return found != 0;
-}
-
 bool are_equal(nb::handle one, nb::handle other) {
   const int found = PyObject_RichCompareBool(one.ptr(), other.ptr(), Py_EQ);
   if (found < 0) throw nb::python_error();
   return found != 0;
-}
-
-nb::object fields_of_object(nb::handle object) {
-  nb::object found = nb::steal(PyObject_GenericGetDict(object.ptr(), nullptr));
-  if (!found.is_valid()) throw nb::python_error();
-  return found;
-}
-
-using Fields = std::initializer_list<std::pair<PyObject*, nb::handle>>;
-
-void set_fields(nb::handle fields, const Fields& values) {
-  for (const auto& [name, value] : values) {
-    if (PyDict_SetItem(fields.ptr(), name, value.ptr()) != 0) throw nb::python_error();
-  }
-}
-
-void add(nb::handle fields, PyObject* name, const nb::object& value) {
-  PyObject* before = field(fields, name);
-  if (before == nullptr) throw_internal("a count is missing");
-  const nb::object after = nb::steal(PyNumber_Add(before, value.ptr()));
-  if (!after.is_valid() || PyDict_SetItem(fields.ptr(), name, after.ptr()) != 0) throw nb::python_error();
-}
-
-// A method without a bound object of its own.
-template <class... Args>
-nb::object call_method(nb::handle object, PyObject* name, const Args&... args) {
-  nb::object found = nb::steal(PyObject_CallMethodObjArgs(object.ptr(), name, args.ptr()..., nullptr));
-  if (!found.is_valid()) throw nb::python_error();
-  return found;
 }
 
 // What a call holds meanwhile. No signal handler of Python runs between the lines of C++.
@@ -87,11 +48,6 @@ Type* native_of(nb::handle object) {
 }
 
 }  // namespace
-
-struct CallMaker::Made {
-  nb::object rows = nb::none(), scales = nb::none(), handle = nb::none();
-  u64 rows_at = 0, scales_at = 0;
-};
 
 CallMaker::CallMaker(nb::handle calls, const ExchangeApi* api, const nb::dict& of)
     : api_(api),
@@ -251,8 +207,8 @@ nb::object CallMaker::make(const Way& way, const Given& given) const {
                                           {n.half, nb::none()}});
   }
   const nb::object counters = fields_of_object(field(calls_fields_, n.counters));
-  add(counters, is_sum ? n.num_combines : n.num_dispatches, nb::int_(1));
-  add(counters, is_sum ? n.combine_s : n.dispatch_s, nb::float_(static_cast<double>(now_ns() - begin) * 1e-9));
+  add_to(counters, is_sum ? n.num_combines : n.num_dispatches, nb::int_(1));
+  add_to(counters, is_sum ? n.combine_s : n.dispatch_s, nb::float_(static_cast<double>(now_ns() - begin) * 1e-9));
   return result;
 }
 
@@ -267,30 +223,6 @@ CallMaker::Made CallMaker::made_by(const nb::object& found) {
   made.rows = found[0];
   made.scales = found[1];
   made.handle = found[2];
-  return made;
-}
-
-// Of rows and bytes to other ranks the cpu engine tells, and a GPU does not.
-void CallMaker::count_sent(const CallWindow& window, const DispatchResult& found) const {
-  if (window.gpu_index() >= 0) return;
-  const nb::object counters = fields_of_object(field(calls_fields_, names().counters));
-  add(counters, names().rows_sent, nb::int_(found.rows_sent));
-  add(counters, names().bytes_sent, nb::int_(found.bytes_sent));
-}
-
-// Picks of each local expert, a tuple; null: the host does not know them yet.
-nb::object CallMaker::counts_of(const CallWindow& window, const DispatchResult& found) const {
-  const i64 num_experts = PyLong_AsLongLong(field(calls_fields_, names().num_local_experts));
-  const i32* counts = found.counts.data();
-  if (found.counts.empty()) {
-    if (window.gpu_index() >= 0) return {};
-    counts = reinterpret_cast<const i32*>(found.sizes.block.data);
-  }
-  nb::object made = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(num_experts)));
-  if (!made.is_valid()) throw nb::python_error();
-  for (i64 idx = 0; idx < num_experts; ++idx) {
-    PyTuple_SetItem(made.ptr(), static_cast<Py_ssize_t>(idx), PyLong_FromLong(counts[idx]));
-  }
   return made;
 }
 
@@ -393,67 +325,6 @@ nb::object CallMaker::make_sum(const Way& way, const Given& given, CallWindow& w
   args.owner_weights = given.owner_weights;
   combine_unlocked(window, args);
   return total;
-}
-
-// As Handle._lazily. `made`: the routing.
-nb::object CallMaker::new_handle(const Way& way, const Given& given, i64 num_rows, const nb::object& made) const {
-  const Names& n = names();
-  const nb::object token =
-      is_this_epoch() ? nb::borrow(field(calls_fields_, n.token)) : nb::object(calls_.attr("tie")());
-  const nb::object lead = nb::len(way.lead) > 0 ? way.lead : nb::object(nb::make_tuple(num_rows));
-  nb::object handle = new_object_(handle_type_);
-  const nb::object fields = fields_of_object(handle);
-  set_fields(fields, {{n.made, made},
-                      {n.lead, lead},
-                      {n.num_local_experts, field(calls_fields_, n.num_local_experts)},
-                      {n.tie, token},
-                      {n.num_tokens, nb::int_(given.num_tokens)},
-                      {n.call, way.call},
-                      {n.sent, nb::none()}});
-  if (nb::cast<const Routing&>(made).is_captured) set_fields(fields, {{n.is_captured, nb::bool_(true)}});
-  return handle;
-}
-
-// As _quantized of weft/call/eager.py, which has the cases in which tensors are viewed.
-nb::object CallMaker::quantized(const Way& way, const nb::object& rows, const nb::object& scales) const {
-  const Names& n = names();
-  const bool are_scales_given =
-      scales.is_none() || way.scale_dtype.is_none() || attribute(scales, n.dtype).is(way.scale_dtype);
-  if (way.no_scale_columns || !are_scales_given || !attribute(rows, n.dtype).is(way.data_dtype)) {
-    return quantized_of_(way.plan, way.data_dtype, rows, scales);
-  }
-  nb::object made = new_object_(quantized_type_);
-  set_fields(fields_of_object(made), {{n.data, rows}, {n.scales, scales}});
-  return made;
-}
-
-// Ordinary tensors for rows and scales. As Runner._ordinary, which has the cases that are left out.
-void CallMaker::fill_ordinary(const Way& way, const nb::object& lead, Made& made) const {
-  PyObject* found = PyDict_GetItem(way.shapes.ptr(), lead.ptr());
-  const nb::object shapes = found == nullptr ? nb::object(nb::none()) : nb::borrow(found);
-  nb::object* const tensors[] = {&made.rows, &made.scales};
-  bool is_usual = !shapes.is_none() && nb::len(shapes) <= std::size(tensors);
-  for (size_t idx = 0; is_usual && idx < nb::len(shapes); ++idx) {
-    const nb::object shape = shapes[idx];  // a tensor like it, lengths, strides
-    const nb::object like = shape[0], lengths = shape[1], strides = shape[2];
-    is_usual = is_true(strides.ptr());
-    if (is_usual) *tensors[idx] = call_method(like, names().new_empty_strided, lengths, strides);
-  }
-  if (!is_usual) {
-    const nb::object both = calls_.attr("_ordinary")(way.plan, lead);
-    made.rows = both[0];
-    made.scales = both[1];
-  }
-  made.rows_at = address(made.rows);
-  made.scales_at = address(made.scales);
-}
-
-// Of a tensor that was made for the call; no mode that would replace it is active.
-u64 CallMaker::address(const nb::object& tensor) const {
-  nb::dlpack::dltensor seen{};
-  if (tensor.is_none()) return 0;
-  if (api_->look_at(tensor.ptr(), &seen) != 0) throw nb::python_error();
-  return reinterpret_cast<u64>(seen.data) + seen.byte_offset;
 }
 
 }  // namespace weft::bindings

@@ -60,7 +60,10 @@ class CallMaker {
   i64 top_k() const;
 
  private:
-  struct Made;  // by a dispatch
+  struct Made {  // by a dispatch
+    nanobind::object rows = nanobind::none(), scales = nanobind::none(), handle = nanobind::none();
+    u64 rows_at = 0, scales_at = 0;
+  };
 
   bool is_ready(const Way& way) const;
   bool is_this_epoch() const;

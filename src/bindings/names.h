@@ -1,4 +1,4 @@
-// Names of attributes of Python objects, and look-ups by them.
+// Names of attributes of Python objects.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -71,19 +71,6 @@ struct Names {
 inline const Names& names() {
   static const Names all;
   return all;
-}
-
-// Borrowed; null: there is none.
-inline PyObject* field(nanobind::handle fields, PyObject* name) {
-  PyObject* found = PyDict_GetItemWithError(fields.ptr(), name);
-  if (found == nullptr && PyErr_Occurred() != nullptr) throw nanobind::python_error();
-  return found;
-}
-
-inline nanobind::object attribute(nanobind::handle of, PyObject* name) {
-  nanobind::object found = nanobind::steal(PyObject_GetAttr(of.ptr(), name));
-  if (!found.is_valid()) throw nanobind::python_error();
-  return found;
 }
 
 }  // namespace weft::bindings
