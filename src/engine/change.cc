@@ -257,8 +257,13 @@ std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const P
       if (!found.record || may_begin(*found.record)) return taken;
     }
     if (is_closed()) throw_invalid_state("the communicator was closed while it waited to be taken in");
-    look();
+    const bool is_to_ask = is_unprepared_somewhere();
+    look();  // whoever has taken this rank in by now is prepared for it no more
     raise_if_unusable();
+    if (is_to_ask) {
+      const std::lock_guard lock(e.mutex);
+      e.needs_refresh |= !e.outcome;
+    }
     const bool is_gone = is_group_gone();
     if (is_gone && std::exchange(was_gone, true)) {  // twice: what was decided before has been delivered meanwhile
       throw_peer_lost("boundary", {}, "all members of the group have ended or closed, so nobody takes this rank in");
@@ -271,6 +276,20 @@ std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const P
     }
     if (now >= deadline_ns) return std::nullopt;
   }
+}
+
+// Whether a member shows that it is not prepared for this rank, which was ready for those before it. They were newcomers both, and
+// have asked each other when one of them had nothing to show yet, or was stopped.
+bool Communicator::is_unprepared_somewhere() {
+  {
+    const std::lock_guard lock(elastic_->mutex);
+    if (!elastic_->is_ready) return false;
+  }
+  for (const int member : met_members().ranks()) {
+    const std::optional<SlotCell> cell = elastic_->group.slots().look(member);
+    if (cell && !cell->membership.prepared.contains(rank_)) return true;
+  }
+  return false;
 }
 
 // A member that does not answer may be left out meanwhile, by the very recovery that takes this rank in.

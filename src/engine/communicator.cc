@@ -96,7 +96,7 @@ void Communicator::add_window(MemberWindow* window) {
     if (!closed_ranks_.empty()) window->notice_closed(closed_ranks_.mask());
     if (reason_.code != AbortCode::kNone) window->leave_waits();
   }
-  if (elastic_ && !elastic_->is_solo) unprepare_all(true);  // whoever is prepared has not mapped this one
+  if (elastic_) unprepare_all(true);  // whoever is prepared has not mapped this one
 }
 
 u64 Communicator::incarnation(int rank) const {

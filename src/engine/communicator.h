@@ -246,6 +246,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   bool is_newer_than(u32 epoch);
   RankSet unmet_members();
   RankSet met_members();
+  bool is_unprepared_somewhere();
   void look_past_member(int slot);
   u32 meet_members(const Wait& wait);
   RankSet not_installed(const MembershipRecord& record);

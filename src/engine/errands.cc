@@ -354,6 +354,7 @@ void Communicator::unprepare_all(bool is_for_new_window, const RankSet& but) {
     event.kind = Event::Kind::kPrepared;
     event.rank = slot;
     ask(event, Wait{0, {}});
+    if (e.is_solo) continue;  // what a newcomer makes others need not have; it asks them when it is ready
     e.group.send(slot, tag_of(Errand::kUnready, 0), bytes_of({is_for_new_window ? u64{1} : u64{0}}), {});
   }
 }

@@ -283,6 +283,53 @@ def test_a_newcomer_is_stopped_beside_another_one(tmp_path: pathlib.Path) -> Non
     assert weft.spawn(_sleeps_beside, 3, (tmp_path,), device="cpu") == [(0, 1, 2)] * 3
 
 
+def _comes_in_before(outer_comm: Any, where: pathlib.Path) -> tuple[int, ...]:
+    """Rank 1 is ready and waits; it is stopped while rank 2, connected to it, makes its object and comes in."""
+    outer = Outer(outer_comm)
+    comm, address = open_group(outer, 1, 3)
+    if comm is not None:
+        ep = make_ep(comm)
+    outer.wait()
+    if outer.rank == 1:
+        (where / "1").write_text(str(os.getpid()))
+        comm = weft.Communicator.join(address, slot=1, device="cpu")
+        ep = make_ep(comm)
+        comm.ready()
+    outer.wait()
+    if outer.rank == 2:
+        comm = weft.Communicator.join(address, slot=2, device="cpu", timeout_s=LONG_S / 4)
+        until(lambda: 1 in comm.membership.joining + comm.membership.standby)
+        time.sleep(0.3)  # rank 1 asks now, and finds nothing
+        stop(_pid_of(where, 1))
+        try:
+            ep = make_ep(comm)
+            comm.ready()
+            change = comm.boundary(LONG_S)
+        finally:
+            os.kill(_pid_of(where, 1), signal.SIGCONT)
+        assert change is not None
+        assert change.active == (0, 2)
+        checked_step(ep, number_of(comm))
+    assert comm is not None
+    if outer.rank == 1:
+        assert comm.boundary(LONG_S) is not None
+        checked_step(ep, number_of(comm))
+    elif outer.rank == 0:
+        comm.propose(admit=[2])
+        run_until(comm, ep, [0, 2])
+        comm.propose(admit=[1])
+    if outer.rank != 1:
+        run_until(comm, ep, [0, 1, 2])
+    outer.wait()
+    comm.close()
+    return comm.active_ranks
+
+
+def test_a_newcomer_that_is_ready_is_stopped_beside_another_one(tmp_path: pathlib.Path) -> None:
+    """It prepares for that one as a member when it is awake."""
+    assert weft.spawn(_comes_in_before, 3, (tmp_path,), device="cpu") == [(0, 1, 2)] * 3
+
+
 def _member_sleeps(outer_comm: Any, where: pathlib.Path) -> tuple[int, ...]:
     """Rank 1, a member, is stopped when rank 2 comes to it; rank 0 goes on without it, and with rank 2."""
     outer = Outer(outer_comm)
