@@ -204,15 +204,20 @@ def _exceeds(before: tuple[set[str], set[str], int]) -> bool:
 
 
 def _fork_newcomer_that_closes(address: str) -> int:
-    """It closes when it is ready, and lives on."""
+    """It closes when it is ready, which is waited for, and lives on."""
+    has_closed, tell = os.pipe()
     child = os.fork()
     if child:
+        os.close(tell)
+        assert os.read(has_closed, 1) == b"1"
+        os.close(has_closed)
         return child
     try:
         comm = weft.Communicator.join(address, device="cpu", placement="off")
         make_ep(comm)
         comm.ready()
         comm.close()
+        os.write(tell, b"1")
         signal.pause()
     finally:
         os._exit(1)
@@ -226,16 +231,19 @@ def _gone_newcomer(comm: Any, how: str) -> None:
     before = _held()
     comm.meet(LONG_S)
     if comm.rank == 0:
-        child = _fork_newcomer(comm.address, "ready") if how == "killed" else _fork_newcomer_that_closes(comm.address)
+        if how == "killed":
+            child = _fork_newcomer(comm.address, "ready")
+            assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        else:
+            child = _fork_newcomer_that_closes(comm.address)
+    comm.meet(LONG_S)  # it was here, and has gone
     ends = time.monotonic() + LONG_S
-    while not _exceeds(before) and time.monotonic() < ends:  # until it is seen
-        time.sleep(0.0005)
     while _exceeds(before) and time.monotonic() < ends:
         time.sleep(0.01)
     assert not _exceeds(before)
     comm.meet(LONG_S)
     checked_step(ep, number_of(comm))
-    if comm.rank == 0:
+    if comm.rank == 0 and how == "closed":
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
