@@ -244,6 +244,8 @@ def layer(pipe: Connection) -> None:
         with pytest.raises(weft.Unsupported, match="run on another machine; ExpertParallel needs") as caught:
             weft.ExpertParallel(comm, num_experts=12, top_k=2, hidden=64, max_tokens_per_rank=4)
         comm.meet(LONG_S)  # not broken
+        pipe.send("met")
+        pipe.recv()  # all have ended that meeting: who is left out inside it is told so
         near = comm.topology.scaleup
         if comm.rank < 2:
             comm.rebuild(near)
@@ -259,6 +261,9 @@ def layer(pipe: Connection) -> None:
 
 def test_rows_do_not_cross_machines_but_go_where_they_may(three: Hosts) -> None:
     ranks = three.start_ranks(layer, ranks_per_host=2)
+    assert [rank.hear() for rank in ranks] == ["met"] * 6
+    for rank in ranks:
+        rank.say("go")
     sums = [rank.hear()[1] for rank in ranks]
     assert sums[0] == sums[1] == 4 * 64 * 2
     for rank in ranks[2:]:
@@ -267,9 +272,9 @@ def test_rows_do_not_cross_machines_but_go_where_they_may(three: Hosts) -> None:
         rank.end()
 
 
-def refused(pipe: Connection, secrets: list[str | None]) -> None:
+def refused(pipe: Connection, secrets: list[str | None], timeout_s: float) -> None:
     try:
-        comm = weft.Communicator.from_env(timeout_s=3.0, secret=secrets[int(os.environ["RANK"])])
+        comm = weft.Communicator.from_env(timeout_s=timeout_s, secret=secrets[int(os.environ["RANK"])])
     except weft.Error as error:
         pipe.send(error)
     else:
@@ -327,16 +332,16 @@ def test_the_secret_is_asked_for(three: Hosts, tmp_path: Path) -> None:
         path.write_text(f"the {name} secret of the group")
         path.chmod(0o644 if name == "open" else 0o600)
     right, wrong, shared = (str(tmp_path / name) for name in ("right", "wrong", "open"))
-    ranks = three.start_ranks(refused, [right] * 3)
+    ranks = three.start_ranks(refused, [right] * 3, LONG_S)
     assert [rank.hear() for rank in ranks] == ["met"] * 3
     for rank in ranks:
         rank.say("go")
         rank.end()
-    errors = [rank.hear() for rank in three.start_ranks(refused, [right, right, wrong], port=29613)]
+    errors = [rank.hear() for rank in three.start_ranks(refused, [right, right, wrong], 15.0, port=29613)]
     assert isinstance(errors[2], weft.InvalidArgument)
     assert "knows the group's secret" in str(errors[2])
     assert all(isinstance(error, weft.Error) for error in errors)
-    error = three.start_ranks(refused, [shared] * 3, port=29614)[0].hear()
+    error = three.start_ranks(refused, [shared] * 3, LONG_S, port=29614)[0].hear()
     assert isinstance(error, weft.InvalidArgument)
     assert "can be read by others (mode 0644" in str(error)
 

@@ -45,6 +45,7 @@ def _rebuilds(comm: Any, count: int, has_window: bool, by_recover: bool) -> tupl
         else:
             comm.rebuild(everyone)
     late = _held()
+    comm.meet(LONG_S)  # what is held of a rank goes with it, so none may end before all have looked
     if ep is not None:
         x, ids = torch.full((4, 16), comm.rank + 1.0, dtype=torch.bfloat16), torch.tensor([[0, 3]] * 4)
         received = ep.dispatch(x, ids)
