@@ -207,16 +207,19 @@ TEST(a_rank_that_closes_instead_of_calling_is_named) {
 }
 
 TEST(a_second_thread_is_turned_away) {
-  with_ranks(6, [](EngineRank& rank) {
+  std::atomic<bool> is_waiting{false};
+  std::latch has_turned_away(1);
+  with_ranks(6, [&](EngineRank& rank) {
     rank.run(0);
     if (rank.rank() != 0) {
-      usleep(200000);
+      has_turned_away.wait();  // until then the first thread stays inside
       return rank.barrier();
     }
-    std::thread waiting([&] { rank.barrier(); });
-    usleep(50000);
+    std::thread waiting([&] { rank.window().barrier(30'000'000'000, [&] { is_waiting = true; }); });
+    while (!is_waiting) usleep(500);
     CHECK_ERROR(kInvalidState, {}, rank.barrier());
     CHECK_ERROR(kInvalidState, {}, rank.rebuild(all_but(kNumRanks)));
+    has_turned_away.count_down();
     waiting.join();
   });
 }
@@ -227,7 +230,7 @@ TEST(an_interrupted_wait_ends_everyone) {
   with_ranks(7, [](EngineRank& rank) {
     rank.run(0);
     if (rank.rank() == 2) {
-      usleep(300000);
+      while (!rank.comm().is_broken()) usleep(500);  // one that has come lets rank 0 through without a wait
       CHECK_ERROR(kPeerTimeout, {0}, rank.barrier());
     } else if (rank.rank() == 1) {
       CHECK_ERROR(kPeerTimeout, {0}, rank.barrier());
