@@ -214,8 +214,9 @@ def _fork_newcomer_that_closes(address: str) -> int:
         return child
     try:
         comm = weft.Communicator.join(address, device="cpu", placement="off")
-        make_ep(comm)
+        ep = make_ep(comm)
         comm.ready()
+        ep.close()
         comm.close()
         os.write(tell, b"1")
         signal.pause()
