@@ -192,7 +192,7 @@ TEST(a_wrong_secret_is_refused_and_named) {
   ForkedRanks ranks(2,
                     [](Rank& self) {
                       try {
-                        connect(self, self.rank == 0 ? 1.5 : kLongS,
+                        connect(self, self.rank == 0 ? 5 : kLongS,
                                 self.rank == 0 ? "this is the secret" : "this is another one");
                         CHECK(false);
                       } catch (const Error& error) {
@@ -398,7 +398,7 @@ TEST(a_rank_that_never_comes_is_named) {
   ForkedRanks ranks(3,
                     [](Rank& self) {
                       if (self.rank == 2) return;
-                      CHECK_ERROR(kPeerTimeout, {2}, connect(self, 0.5));
+                      CHECK_ERROR(kPeerTimeout, {2}, connect(self, 4));  // the other one has come by then
                     },
                     {"a", "b", "c"});
   ranks.join_all();
@@ -409,7 +409,7 @@ TEST(a_refusal_crosses_machines) {
   ForkedRanks ranks(3,
                     [](Rank& self) {
                       if (self.rank == 1) {  // waits for rank 2 in vain, having greeted rank 0
-                        CHECK_ERROR(kPeerTimeout, {2}, connect(self, 1.0));
+                        CHECK_ERROR(kPeerTimeout, {2}, connect(self, 4));
                         return;
                       }
                       if (self.rank == 0) CHECK_ERROR(kPeerTimeout, {2}, connect(self));

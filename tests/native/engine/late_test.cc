@@ -103,7 +103,7 @@ TEST(a_stop_beyond_the_deadline_is_a_timeout_for_all) {
   for (u64 trial = 0; trial < 4; ++trial) {
     const JobShape shape = job_shape(10 + trial);
     const int late = static_cast<int>(trial % kNumRanks);
-    constexpr double kDeadlineS = 0.5;
+    constexpr double kDeadlineS = 4;  // which those that are not stopped must meet
     ForkedRanks ranks(kNumRanks, [&](Rank& self) { outlast(self, shape, late, kDeadlineS); });
     for (int rank : all_but(kNumRanks)) CHECK_EQ(ranks.pipe(rank).hear(), uint64_t{0});
     usleep(static_cast<useconds_t>(trial * 1700));
@@ -138,6 +138,8 @@ TEST(a_rank_left_behind_harms_nobody_when_it_wakes_up) {
         CHECK(error.code == ErrorCode::kPeerTimeout || (self.rank == late && error.code == ErrorCode::kEvicted));
       });
       if (self.rank == late) {
+        // It may be late for another's reason, and be stopped here.
+        while (rank.comm().reason().code != AbortCode::kEvicted) usleep(500);
         CHECK_ERROR(kEvicted, {late}, rank.run(5));
         return;
       }
@@ -170,9 +172,9 @@ TEST(a_rank_that_does_not_call_is_named_after_the_deadline) {
     self.connect();
     EngineRank rank(std::move(self.plane), shape, kRoom);
     rank.run_many(0, 2);
-    rank.set_timeout_s(0.4);
+    rank.set_timeout_s(4);  // which the other three must meet
     const uint64_t start_ns = now_ns();
-    if (self.rank == 3) usleep(900000);
+    while (self.rank == 3 && !rank.comm().is_broken()) usleep(500);
     CHECK_ERROR(kPeerTimeout, {3}, rank.barrier());
     const uint64_t taken_ns = now_ns() - start_ns;
     rank.set_timeout_s(30);
@@ -184,7 +186,7 @@ TEST(a_rank_that_does_not_call_is_named_after_the_deadline) {
   });
   uint64_t longest_ns = 0;
   for (int rank : all_but(kNumRanks, {3})) longest_ns = std::max(longest_ns, ranks.pipe(rank).hear());
-  CHECK(longest_ns >= 400'000'000 && longest_ns < 20'000'000'000);
+  CHECK(longest_ns >= 4'000'000'000 && longest_ns < 20'000'000'000);
   ranks.pipe(3).hear();
   for (int rank : all_but(kNumRanks)) ranks.pipe(rank).tell(0);
   ranks.join_all();

@@ -38,7 +38,7 @@ class RankLeftovers {
   RankLeftovers() : num_fds_(names_in("/proc/self/fd").size()), num_mappings_(num_shared_mappings()) {}
   void check() const {
     // Threads that watched peers end on their own within their next look.
-    for (int waited_ms = 0; waited_ms < 3000 && !is_clean(); ++waited_ms) usleep(1000);
+    for (int waited_ms = 0; waited_ms < 20'000 && !is_clean(); ++waited_ms) usleep(1000);
     CHECK(names_in("/proc/self/fd").size() <= num_fds_);
     CHECK_EQ(num_shared_mappings(), num_mappings_);
     CHECK_EQ(names_in("/proc/self/task").size(), kMainThreadAlone);
