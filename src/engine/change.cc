@@ -21,6 +21,7 @@ constexpr u64 kDecideWithinNs = 5'000'000;  // whoever has waited so long at a b
 constexpr u64 kSliceNs = 1'000'000;         // of a wait: cells tell, and a bell wakes earlier
 constexpr u64 kPollNs = 50'000'000;
 constexpr u64 kRecoverNs = 100'000'000'000;
+constexpr u64 kAskAgainNs = 200'000'000;   // so long a member may show that it is not prepared for who waits
 constexpr u64 kPrepareNs = 2'000'000'000;  // for the answers of members, at a time
 
 Event event_of(Event::Kind kind) {
@@ -257,7 +258,7 @@ std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const P
       if (!found.record || may_begin(*found.record)) return taken;
     }
     if (is_closed()) throw_invalid_state("the communicator was closed while it waited to be taken in");
-    const bool is_to_ask = is_unprepared_somewhere();
+    const bool is_to_ask = has_to_ask_again();
     look();  // whoever has taken this rank in by now is prepared for it no more
     raise_if_unusable();
     if (is_to_ask) {
@@ -278,16 +279,37 @@ std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const P
   }
 }
 
-// Whether a member shows that it is not prepared for this rank, which was ready for those before it. They were newcomers both, and
-// have asked each other when one of them had nothing to show yet, or was stopped.
+// Whether a member that lives shows that it is not prepared for this rank, which was ready for those before it: they were newcomers
+// both, and one of them was stopped when the other one asked. Of a rank that was suspended the members are prepared at the boundary
+// where it was; who has not come there yet does not count.
 bool Communicator::is_unprepared_somewhere() {
   {
     const std::lock_guard lock(elastic_->mutex);
     if (!elastic_->is_ready) return false;
   }
-  for (const int member : met_members().ranks()) {
+  u32 installed = 0;
+  {
+    const std::lock_guard lock(membership_mutex_);
+    installed = elastic_->installed;
+  }
+  const RankSet living = met_members() - RankSet::of(plane_->dead_ranks());
+  for (const int member : living.ranks()) {
     const std::optional<SlotCell> cell = elastic_->group.slots().look(member);
-    if (cell && !cell->membership.prepared.contains(rank_)) return true;
+    if (cell && cell->installed >= installed && !cell->membership.prepared.contains(rank_)) return true;
+  }
+  return false;
+}
+
+// Now and then: what is asked for may not be to be had, as where a member has an object that the others have closed.
+bool Communicator::has_to_ask_again() {
+  u64& ask_ns = elastic_->ask_ns;
+  if (!is_unprepared_somewhere()) {
+    ask_ns = 0;
+  } else if (ask_ns == 0) {
+    ask_ns = now_ns() + kAskAgainNs;
+  } else if (now_ns() >= ask_ns) {
+    ask_ns = 0;
+    return true;
   }
   return false;
 }

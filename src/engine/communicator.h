@@ -247,6 +247,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   RankSet unmet_members();
   RankSet met_members();
   bool is_unprepared_somewhere();
+  bool has_to_ask_again();
   void look_past_member(int slot);
   u32 meet_members(const Wait& wait);
   RankSet not_installed(const MembershipRecord& record);

@@ -85,6 +85,8 @@ struct Elastic {
   u64 num_unready = 0;        // how often members have taken back that they are prepared for this rank
   std::map<int, u64> absent;  // by slot: incarnation that had ended, or closed, before this rank was connected to it
 
+  u64 ask_ns = 0;  // of who waits in boundary(), alone: when it asks again; 0: it has no reason to
+
   std::mutex cells_mutex;    // before driver_mutex_: from reading the cells to telling the machine
   std::mutex prepare_mutex;  // before driver_mutex_; of
   bool is_holding = false;   // nobody is prepared for: a window changes

@@ -216,7 +216,9 @@ void Communicator::refresh_windows(u64 deadline_ns, const Poll& poll) {
     const std::lock_guard lock(mutex_);
     windows = windows_;
   }
-  for (MemberWindow* window : windows) share_window(*window, deadline_ns, poll, false);
+  for (MemberWindow* window : windows) {
+    if (!window->is_retired()) share_window(*window, deadline_ns, poll, false);
+  }
 }
 
 void Communicator::ready(u64 deadline_ns, const Poll& poll) {
