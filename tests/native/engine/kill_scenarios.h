@@ -368,7 +368,7 @@ class Member {
     const auto wanted_threads = static_cast<size_t>(static_cast<int>(num_held_.num_threads) + num_more);
     const int wanted_mappings = num_held_.num_mappings + 3 * num_more;
     Held now = held();
-    for (int waited_ms = 0; waited_ms < 3000; ++waited_ms) {  // watchers look up now and then
+    for (int waited_ms = 0; waited_ms < 20'000; ++waited_ms) {  // watchers look up now and then
       now = held();
       if (now.num_fds == wanted_fds && now.num_mappings == wanted_mappings && now.num_threads == wanted_threads) break;
       usleep(1000);

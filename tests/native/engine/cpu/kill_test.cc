@@ -342,7 +342,7 @@ TEST(close_works_with_every_peer_dead) {
         const uint64_t start_ns = now_ns();
         // The destructor does the rest.
         if (variant == 2) rank.comm().close();
-        CHECK(now_ns() - start_ns < 2'000'000'000);
+        CHECK(now_ns() - start_ns < 20'000'000'000);  // milliseconds on an idle machine
       }
       leftovers.check();
     });
