@@ -276,10 +276,10 @@ def with_a_lost_rank(comm: weft.Communicator, kind: str) -> str:
         "v1": rank.normal, "low": rank.low, "v2": rank.elastic,
         "hybrid": lambda: rank.hybrid.dispatch_with_permute(hidden=rank.x, topk_idx=rank.ids),
     }[kind]  # fmt: skip
-    call()
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
+        call()  # the others may still be in it when rank 1 has done with it
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         while True:
             call()
     except weft.PeerLost as error:

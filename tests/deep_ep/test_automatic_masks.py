@@ -136,7 +136,7 @@ def test_a_rank_dies(tmp_path: pathlib.Path, when: str, *, has_hook: bool) -> No
     assert [each for each in seen if each is True] == [True] * (1 if when == "alone" else 3), _where(seen)
 
 
-def _is_behind(comm: weft.Communicator, call: str) -> bool:
+def _is_behind(comm: weft.Communicator, call: str, folder: pathlib.Path) -> bool:
     """All have ended a call but rank 1, which has noticed there that rank 2 is dead."""
     buffer = _made(comm)
     run(buffer, 0, R)
@@ -155,7 +155,10 @@ def _is_behind(comm: weft.Communicator, call: str) -> bool:
         setattr(ep, call, late)
     each = Round(buffer, 1)
     each.dispatch()
+    (folder / str(comm.rank)).touch()
     if comm.rank == 2 and call == "dispatch":
+        while not ((folder / "0").exists() and (folder / "3").exists()):  # else they would be behind, too
+            time.sleep(0.001)
         _kill()
     assert (each.step.active == (0, 1, 3)) == (comm.rank == 1 and call == "dispatch")
     each.combine()
@@ -171,9 +174,9 @@ def _is_behind(comm: weft.Communicator, call: str) -> bool:
 
 
 @pytest.mark.parametrize("call", ["dispatch", "combine"])
-def test_ranks_that_are_ahead_repeat_the_call_of_one_that_is_not(call: str) -> None:
+def test_ranks_that_are_ahead_repeat_the_call_of_one_that_is_not(call: str, tmp_path: pathlib.Path) -> None:
     """From copies: what the caller has changed since does not count."""
-    seen = _spawn(_is_behind, call)
+    seen = _spawn(_is_behind, call, tmp_path)
     assert seen[:2] == [True, True], seen
     assert seen[3] is True, seen
 
@@ -247,7 +250,7 @@ def _comes_early(comm: weft.Communicator, folder: pathlib.Path) -> bool:
 
 def test_who_is_early_leaves_nobody_out(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the ranks or more are late: all are told, and all go on together."""
-    monkeypatch.setenv("WEFT_DEEP_EP_TIMEOUT_S", "3")
+    monkeypatch.setenv("WEFT_DEEP_EP_TIMEOUT_S", "10")  # also of the calls of all
     assert _spawn(_comes_early, tmp_path) == [True] * R
 
 

@@ -28,6 +28,16 @@ def rank_2_dies(comm: weft.Communicator, work: Callable[[], object]) -> None:
     work()
 
 
+def dies_behind(comm: weft.Communicator, victim: int, where: pathlib.Path) -> None:
+    """Rank `victim` dies when all others have returned from the call before this; nobody else waits."""
+    if comm.rank != victim:
+        (where / str(comm.rank)).touch()
+        return
+    while len(list(where.iterdir())) < comm.num_active - 1:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Outer:
     """What the processes of a test tell each other; collective among those of `comm`."""
 

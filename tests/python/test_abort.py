@@ -32,6 +32,15 @@ def step(ep: weft.ExpertParallel) -> float:
     return float(ep.combine(r.x, r.handle)[0, 0])
 
 
+def is_here(where: Path, comm: weft.Communicator, ranks: range) -> None:
+    """Of each rank behind a call: it has returned from it. It waits for all of `ranks`."""
+    (where / str(comm.rank)).touch()
+    end = time.monotonic() + 100
+    while not all((where / str(rank)).exists() for rank in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def until_broken(comm: weft.Communicator) -> weft.Error:
     """What it broke with; this rank calls nothing meanwhile."""
     end = time.monotonic() + LEAVES_WITHIN_S
@@ -51,9 +60,10 @@ def ended_by(call: Any) -> tuple[str, str, int, bool]:
     return type(error).__name__, error.reason, error.rank, time.monotonic() - begin < LEAVES_WITHIN_S
 
 
-def _abort_beside_a_call(comm: weft.Communicator, how: str) -> list[Any]:
+def _abort_beside_a_call(comm: weft.Communicator, where: Path, how: str) -> list[Any]:
     ep = make(comm)
     seen: list[Any] = [step(ep)]
+    is_here(where, comm, range(2))
     if comm.rank == 0:
         if how == "thread":
             threading.Timer(0.3, comm.abort, (REASON,)).start()
@@ -72,20 +82,21 @@ def _abort_beside_a_call(comm: weft.Communicator, how: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("how", ["thread", "signal"])
-def test_abort_ends_a_wait_here_and_at_the_peers(how: str) -> None:
+def test_abort_ends_a_wait_here_and_at_the_peers(how: str, tmp_path: Path) -> None:
     aborted = ("Aborted", REASON, 0, True)
-    for seen in weft.spawn(_abort_beside_a_call, 2, args=(how,), device="cpu"):
+    for seen in weft.spawn(_abort_beside_a_call, 2, args=(tmp_path, how), device="cpu"):
         assert seen == [2.0, aborted, aborted, 2.0]
 
 
-def test_abort_among_ranks_that_are_threads() -> None:
+def test_abort_among_ranks_that_are_threads(tmp_path: Path) -> None:
     aborted = ("Aborted", REASON, 0, True)
-    for seen in weft.spawn(_abort_beside_a_call, 2, args=("thread",), device="cpu", isolation="thread"):
+    for seen in weft.spawn(_abort_beside_a_call, 2, args=(tmp_path, "thread"), device="cpu", isolation="thread"):
         assert seen == [2.0, aborted, aborted, 2.0]
 
 
-def _abort_a_peers_wait(comm: weft.Communicator) -> tuple[str, str, int, bool]:
+def _abort_a_peers_wait(comm: weft.Communicator, where: Path) -> tuple[str, str, int, bool]:
     ep = make(comm)
+    is_here(where, comm, range(3))
     if comm.rank == 1:
         time.sleep(0.3)
         comm.abort(REASON)
@@ -93,8 +104,8 @@ def _abort_a_peers_wait(comm: weft.Communicator) -> tuple[str, str, int, bool]:
     return ended_by(lambda: step(ep))
 
 
-def test_abort_ends_the_wait_of_a_peer() -> None:
-    for seen in weft.spawn(_abort_a_peers_wait, 3, device="cpu"):
+def test_abort_ends_the_wait_of_a_peer(tmp_path: Path) -> None:
+    for seen in weft.spawn(_abort_a_peers_wait, 3, args=(tmp_path,), device="cpu"):
         assert seen == ("Aborted", REASON, 1, True)
 
 
@@ -116,8 +127,9 @@ def test_abort_ends_a_constructor() -> None:
         assert seen == (("Aborted", REASON, 0, True), 2.0)
 
 
-def _abort_in_rebuild(comm: weft.Communicator, was_broken: bool) -> tuple[Any, int, float]:
+def _abort_in_rebuild(comm: weft.Communicator, where: Path, was_broken: bool) -> tuple[Any, int, float]:
     ep = make(comm)
+    is_here(where, comm, range(3))
     if was_broken and comm.rank == 0:
         with pytest.raises(weft.PeerTimeout):
             ep.dispatch(torch.ones(2, 16, dtype=torch.bfloat16), torch.tensor([[0, 3]] * 2), deadline_s=0.2)
@@ -136,30 +148,33 @@ def _abort_in_rebuild(comm: weft.Communicator, was_broken: bool) -> tuple[Any, i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("was_broken", [False, True])
-def test_abort_ends_a_rebuild_and_the_next_one_works(was_broken: bool) -> None:
+def test_abort_ends_a_rebuild_and_the_next_one_works(was_broken: bool, tmp_path: Path) -> None:
     """Also where the communicator was broken before, by another error."""
-    seen = weft.spawn(_abort_in_rebuild, 3, args=(was_broken,), device="cpu")
+    seen = weft.spawn(_abort_in_rebuild, 3, args=(tmp_path, was_broken), device="cpu")
     assert seen == [(("Aborted", REASON, 0, True), 3, 2.0)] * 3, (
         "the epoch of the rebuild that was ended is not tried again"
     )
 
 
-def _all_abort(comm: weft.Communicator) -> float:
+def _all_abort(comm: weft.Communicator, where: Path) -> float:
     ep = make(comm)
     for turn in range(20):
+        (where / str(turn)).mkdir(exist_ok=True)
+        is_here(where / str(turn), comm, range(2))  # none is in the step before
         comm.abort(f"turn {turn} of rank {comm.rank}")
         comm.rebuild([0, 1])
         assert step(ep) == 2.0
     return step(ep)
 
 
-def test_watchdogs_of_all_ranks_abort_and_rebuild_at_once() -> None:
+def test_watchdogs_of_all_ranks_abort_and_rebuild_at_once(tmp_path: Path) -> None:
     """What a peer published before it began to rebuild must not end the rebuild."""
-    assert weft.spawn(_all_abort, 2, device="cpu") == [2.0, 2.0]
+    assert weft.spawn(_all_abort, 2, args=(tmp_path,), device="cpu") == [2.0, 2.0]
 
 
-def _first_reason_stays(comm: weft.Communicator) -> str:
+def _first_reason_stays(comm: weft.Communicator, where: Path) -> str:
     ep = make(comm)
+    is_here(where, comm, range(2))
     if comm.rank == 1:
         with pytest.raises(weft.Aborted):
             step(ep)
@@ -171,8 +186,8 @@ def _first_reason_stays(comm: weft.Communicator) -> str:
     return caught.value.reason
 
 
-def test_what_it_broke_with_first_stays() -> None:
-    assert weft.spawn(_first_reason_stays, 2, device="cpu") == ["first", ""]
+def test_what_it_broke_with_first_stays(tmp_path: Path) -> None:
+    assert weft.spawn(_first_reason_stays, 2, args=(tmp_path,), device="cpu") == ["first", ""]
 
 
 def _closed_and_wrong(comm: weft.Communicator) -> None:
@@ -273,14 +288,15 @@ def test_a_daemon_thread_in_a_wait_does_not_crash_the_end_of_the_process(wait: s
     assert "leaked" not in ended.stderr, "what such a thread holds is nobody's mistake"
 
 
-def test_peers_learn_that_the_process_ended_in_a_call() -> None:
+def test_peers_learn_that_the_process_ended_in_a_call(tmp_path: Path) -> None:
     """Rank 0 leaves while a thread of it waits; rank 1, which comes then, is told at once."""
-    text = weft.spawn(_leave_in_a_call, 2, device="cpu")[1]
+    text = weft.spawn(_leave_in_a_call, 2, args=(tmp_path,), device="cpu")[1]
     assert "rank 0 aborted: the process of rank 0 ends while a thread of it is inside a call" in text
 
 
-def _leave_in_a_call(comm: weft.Communicator) -> str:
+def _leave_in_a_call(comm: weft.Communicator, where: Path) -> str:
     ep = make(comm)
+    is_here(where, comm, range(2))
     if comm.rank == 0:
         returned: list[int] = []
 
@@ -290,6 +306,8 @@ def _leave_in_a_call(comm: weft.Communicator) -> str:
             returned.append(0)
 
         threading.Thread(target=wait, daemon=True).start()
+        while not comm._busy.locked():
+            time.sleep(0.01)
         time.sleep(0.5)
         sys.modules["weft.group.turns"]._leave_at_exit()  # as at exit, which ranks of spawn leave out
         with pytest.raises(weft.InvalidState):

@@ -233,6 +233,10 @@ def _at_any_moment(outer_comm: Any, folder: pathlib.Path, seed: int) -> list[tup
             if has_heard:
                 (folder / "heard").touch()
             if (folder / "end").exists():
+                is_over.set()
+                if comm.rank == 1:
+                    thread.join()
+                    time.sleep(0.01)  # its last signal comes here
                 break
             change = comm.boundary(0.02)
             if change is not None:
@@ -249,11 +253,6 @@ def _at_any_moment(outer_comm: Any, folder: pathlib.Path, seed: int) -> list[tup
                 ticket = comm.propose(resume=[2])
         except KeyboardInterrupt:
             has_heard = True
-    is_over.set()
-    if comm.rank == 1:
-        thread.join()
-        with contextlib.suppress(KeyboardInterrupt):
-            time.sleep(0.01)
     epoch = int(outer.tell(str(comm.epoch).encode())[0])
     while seen[-1][0] < epoch:
         change = comm.boundary(LONG_S)

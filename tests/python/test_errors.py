@@ -7,14 +7,15 @@ import dataclasses
 import os
 import pickle
 import re
-import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from joining_cases import dies_behind
 from test_api import tokens
 
 import weft
@@ -433,12 +434,11 @@ def test_late_peer_is_a_timeout_and_never_before_the_deadline() -> None:
         assert "rank 1" in text or "ranks 1" in text
 
 
-def test_killed_peer_is_lost_on_every_rank_and_the_rest_goes_on() -> None:
+def test_killed_peer_is_lost_on_every_rank_and_the_rest_goes_on(tmp_path: Path) -> None:
     def rank(comm: weft.Communicator) -> tuple[str, tuple[int, ...], tuple[int, ...], int]:
         with weft.ExpertParallel(comm, **SHAPE) as ep:
             old = ep.dispatch(X, IDX).handle
-            if comm.rank == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
+            dies_behind(comm, 2, tmp_path)
             error = raised(lambda: [ep.dispatch(X, IDX) for _ in range(100)])
             assert isinstance(error, weft.PeerLost)
             comm.rebuild([0, 1, 3])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from joining_cases import dies_behind
 from torch import Tensor
 
 import weft
@@ -118,7 +119,7 @@ def sleeping_threads(comm: weft.Communicator) -> None:
         called(ep)
 
 
-def losing_a_rank_asleep(comm: weft.Communicator) -> None:
+def losing_a_rank_asleep(comm: weft.Communicator, where: Path) -> None:
     with opened(comm) as ep:
         x, ids = inputs(comm)
         ids = ids.remainder(2)  # rank 0 alone
@@ -127,8 +128,7 @@ def losing_a_rank_asleep(comm: weft.Communicator) -> None:
         del r
         comm.sleep()
         low = shared_bytes()
-        if comm.rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+        dies_behind(comm, 2, where)
         with pytest.raises(weft.PeerLost):
             comm.gather(b"")
         with pytest.raises(weft.PeerLost):
@@ -143,8 +143,8 @@ def losing_a_rank_asleep(comm: weft.Communicator) -> None:
         assert torch.equal(ep.combine(r.x, r.handle), x)  # type: ignore[arg-type]
 
 
-def test_a_rank_that_dies_asleep() -> None:
-    outcomes = weft.spawn(losing_a_rank_asleep, 3, device="cpu", on_failure="return")
+def test_a_rank_that_dies_asleep(tmp_path: Path) -> None:
+    outcomes = weft.spawn(losing_a_rank_asleep, 3, (tmp_path,), device="cpu", on_failure="return")
     assert outcomes[:2] == [None, None]
 
 

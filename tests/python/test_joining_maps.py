@@ -136,9 +136,11 @@ def _stopped(comm: weft.Communicator, where: pathlib.Path) -> Any:
         if change is not None:
             break
     if comm.rank == 1:
+        (where / "here").touch()
         comm.recover([0], deadline_s=30.0)
         os.kill(pid, signal.SIGKILL)
     if comm.rank == 2:
+        until((where / "here").exists)  # else rank 1 may hear of that deadline at its boundary
         try:
             while True:
                 ep.dispatch(Job(num_ids=7).xs[2], Job(num_ids=7).ids[2], deadline_s=2.0)

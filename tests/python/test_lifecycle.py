@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from joining_cases import dies_behind
 from test_errors import IDX, SHAPE, WEIGHTS, X, raised
 
 import weft
@@ -242,12 +243,11 @@ def test_nothing_is_left_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not list(tmp_path.iterdir())
 
 
-def test_close_with_dead_peers_and_results_that_live_on() -> None:
+def test_close_with_dead_peers_and_results_that_live_on(tmp_path: Path) -> None:
     def rank(comm: weft.Communicator) -> float:
         ep = weft.ExpertParallel(comm, **SHAPE)
         r = ep.dispatch(X, IDX)
-        if comm.rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        dies_behind(comm, 0, tmp_path)
         error = raised(lambda: [ep.dispatch(X, IDX) for _ in range(100)])
         assert isinstance(error, weft.PeerLost)
         comm.close()

@@ -47,7 +47,7 @@ def _retries(comm: Any, with_window: bool, gave_up: Path) -> int:
         _await(gave_up)
     for attempt in range(100):
         try:
-            comm.rebuild([0, 1], deadline_s=0.5 if comm.rank == 0 and attempt < 10 else 60.0)
+            comm.rebuild([0, 1], deadline_s=0.5 if comm.rank == 0 and attempt < 2 else 60.0)
         except weft.PeerTimeout:
             if attempt == 1:
                 gave_up.touch()

@@ -21,10 +21,10 @@ def _call(ep: Any) -> None:
 
 def _after_a_death(comm: Any) -> dict[str, Any]:
     ep = weft.ExpertParallel(comm, **SHAPE)
-    _call(ep)
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
+        _call(ep)  # the others may still be in it when rank 1 has done with it
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         while True:
             _call(ep)
     except weft.PeerLost as error:
@@ -80,22 +80,32 @@ def test_lists_that_differ_leave_one_group() -> None:
     assert len({active for what, active, _ in seen if what == "in"}) == 1
 
 
-def _late(comm: Any) -> Any:
+def _await(path: pathlib.Path) -> None:
+    """Until another rank has made this file."""
+    ends = time.monotonic() + 100
+    while not path.exists():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def _late(comm: Any, is_made: pathlib.Path) -> Any:
     ep = weft.ExpertParallel(comm, **SHAPE)
     if comm.rank == 2:
+        is_made.touch()
         time.sleep(1.0)
         with pytest.raises(weft.Evicted):
             _call(ep)
         comm.abort("still here")
         return None
+    _await(is_made)  # else it may be left out inside of its constructor
     change = comm.recover((2,))
     _call(ep)
     return change, comm.membership
 
 
-def test_a_late_rank_is_left_out_and_told() -> None:
+def test_a_late_rank_is_left_out_and_told(tmp_path: pathlib.Path) -> None:
     """It lives, so it counts as evicted, not as safe to delete; what it does disturbs nobody."""
-    first, second, third = weft.spawn(_late, num_ranks=3, device="cpu")
+    first, second, third = weft.spawn(_late, num_ranks=3, device="cpu", args=(tmp_path / "made",))
     assert third is None
     for change, membership in (first, second):
         assert change.active == (0, 1)
@@ -110,6 +120,7 @@ def _calls_everything(comm: Any, done: pathlib.Path) -> Any:
     ep = weft.ExpertParallel(comm, **SHAPE)
     r = ep.dispatch(torch.ones((2, 16), dtype=torch.bfloat16), torch.tensor([[0, 1], [2, 3]]))
     if comm.rank < 2:
+        _await(done.parent / "begun")  # else it may be left out inside of that dispatch
         active = comm.recover((2,)).active
         for _ in range(50):
             _call(ep)
@@ -118,6 +129,7 @@ def _calls_everything(comm: Any, done: pathlib.Path) -> Any:
             time.sleep(0.01)
         _call(ep)
         return active, comm.membership.active
+    (done.parent / "begun").touch()
     time.sleep(0.5)  # asleep while the others go on
     refused = {
         "dispatch": lambda: _call(ep),

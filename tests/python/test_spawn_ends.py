@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -37,10 +38,12 @@ def test_a_killed_rank_comes_before_those_that_lost_it() -> None:
 
 def test_threads_have_time_to_go_on_without_a_failed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("weft.spawn"), "THREAD_GRACE_S", 60.0)
+    all_constructed = threading.Barrier(3)
 
     def rank(comm: weft.Communicator) -> None:
         shape = {**SHAPE, "num_experts": 6}
         with weft.ExpertParallel(comm, **shape) as ep:
+            all_constructed.wait(60)
             if comm.rank == 2:
                 raise KeyError("the reason")
             error = None
