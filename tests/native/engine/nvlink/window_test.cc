@@ -698,7 +698,7 @@ TEST(rebuild_does_not_pull_memory_from_under_a_kernel) {
     if (rank.me == 1) {
       rank.dispatch(4);
       rank.window->leave_waits();
-      const Error stuck = error_of([&] { rank.comm->rebuild({0, 1, 2}, in_seconds(0.3), kNoPoll); });
+      const Error stuck = error_of([&] { rank.comm->rebuild({0, 1, 2}, in_seconds(4), kNoPoll); });
       CHECK_EQ(stuck.code, ErrorCode::kCudaError);
       fake_cuda::let_go(stream_of(1));
       rank.comm->rebuild({0, 1, 2}, in_seconds(20), kNoPoll);
@@ -732,7 +732,7 @@ TEST(an_interrupted_wait_ends_at_once_and_everywhere) {
       is_out = true;
     }
     CHECK(is_out);
-    CHECK(now_ns() - begin < 1'000'000'000);  // on an idle machine 60 ms
+    CHECK(now_ns() - begin < 5'000'000'000);  // on an idle machine 60 ms
     fake_cuda::let_go(stream_of(0));
   });
 }
