@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 import pytest
-from joining_cases import LONG_S, checked_step, make_ep, number_of, rank_2_dies
+from joining_cases import LONG_S, Outer, checked_step, make_ep, number_of, open_group, rank_2_dies
 from test_expert_maps import a_map, opened
 from test_proposed_maps import step
 from test_standby import until
@@ -160,3 +160,31 @@ def test_a_suspended_rank_leaves_by_itself(way: str) -> None:
     seen = weft.spawn(_is_outside_already, 3, (way,), device="cpu", max_ranks=3, on_failure="return")
     assert seen[:2] == [()] * 2
     assert seen[2] == () if way == "closes" else isinstance(seen[2], weft.PeerLost)
+
+
+def _suspended_first(outer_comm: Any) -> Any:
+    """Rank 1 comes to the boundary where it is suspended, and waits behind it, before rank 0 comes there."""
+    outer = Outer(outer_comm)
+    comm, _ = open_group(outer, 2, 2)
+    assert comm is not None
+    objects = make_ep(comm), make_ep(comm, hidden=64, node_ranks=1)  # the second one takes in no newcomers
+    if comm.rank == 0:
+        comm.propose(suspend=[1])
+    change, found = None, None
+    while change is None:
+        if comm.rank == 0:
+            outer.wait()
+        change = comm.boundary(LONG_S)
+        if comm.rank == 1:
+            found = comm.boundary(1.0) if change is not None else None
+            outer.wait()
+    outer.wait()
+    for each in objects:
+        each.close()
+    comm.close()
+    return change.removed, found
+
+
+def test_a_suspended_rank_waits_for_members_that_are_behind() -> None:
+    """It asks nobody for what they are about to have at their boundary."""
+    assert weft.spawn(_suspended_first, 2, device="cpu") == [((1,), None)] * 2
