@@ -414,6 +414,7 @@ def _run_call(ep: weft.ExpertParallel, call: RankCall) -> Seen:
         seen.combined.append(pair(ep.combine(heap_output, r.handle, out=out, **options)))
         assert seen.combined[-1][0] is out
         heap_output.fill_(77)
+    seen.errors += _errors(ep)  # of combines: none
     return seen
 
 
