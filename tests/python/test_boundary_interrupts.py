@@ -228,6 +228,7 @@ def _at_any_moment(outer_comm: Any, folder: pathlib.Path, seed: int) -> list[tup
     if comm.rank == 1:
         thread.start()
     ticket: Any = None
+    wanted = comm.active_ranks  # by rank 0; what is committed has not happened yet
     while True:
         try:
             if has_heard:
@@ -242,15 +243,15 @@ def _at_any_moment(outer_comm: Any, folder: pathlib.Path, seed: int) -> list[tup
             if change is not None:
                 seen.append((change.epoch, change.active))
             time.sleep(0.001)  # no step holds the ranks together, and a change comes a few boundaries ahead
-            if comm.rank != 0 or (ticket is not None and ticket.state in ("preparing", "proposed")):
+            if comm.rank != 0 or (comm.active_ranks != wanted and ticket.state != "withdrawn"):
                 continue
             if comm.active_ranks == (0, 1, 2):
                 if comm.epoch >= LAST and (folder / "heard").exists():
                     (folder / "end").touch()
                 else:
-                    ticket = comm.propose(suspend=[2])
+                    ticket, wanted = comm.propose(suspend=[2]), (0, 1)
             elif comm.membership.standby == (2,):
-                ticket = comm.propose(resume=[2])
+                ticket, wanted = comm.propose(resume=[2]), (0, 1, 2)
         except KeyboardInterrupt:
             has_heard = True
     epoch = int(outer.tell(str(comm.epoch).encode())[0])
