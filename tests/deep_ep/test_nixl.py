@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -343,9 +342,11 @@ def test_a_store_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     weft.spawn(_nowhere, num_ranks=1, device="cpu")
 
 
-def _by_tcp(outer: weft.Communicator, port: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, None, outer.rank == 0, wait_for_workers=False)
-    outer.meet(60.0)
+def _by_tcp(outer: weft.Communicator) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if outer.rank == 0 else None
+    port = int(outer.gather(str(store.port if store else "").encode())[0])
+    if store is None:
+        store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     for _ in range(2):  # again in the same store
         buffer = deep_ep.nixl_buffer(outer.rank, tcp_store_group=store, explicitly_destroy=True)
         buffer.update_memory_buffers(2, LOCAL)
@@ -375,7 +376,4 @@ def test_the_meeting_has_short_waits_of_its_own() -> None:
 
 def test_a_tcp_store_and_normal_calls() -> None:
     """Two groups, one after the other, in one store."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    weft.spawn(_by_tcp, num_ranks=2, args=(port,), device="cpu")
+    weft.spawn(_by_tcp, num_ranks=2, device="cpu")
