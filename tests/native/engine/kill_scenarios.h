@@ -39,6 +39,7 @@ struct Fuse {
   std::atomic<int>* first = nullptr;  // of several processes with such a fuse: who has come to it first; -1: nobody
   int process = kUnarmed;
   std::atomic<bool>* is_hot = nullptr;
+  std::atomic<bool>* is_due = nullptr;  // passes before do not count
 
   static constexpr int kUnarmed = -1;
 };
@@ -74,6 +75,7 @@ struct Board {
   std::atomic<bool> may_join[kMostProcesses] = {};
   std::atomic<bool> may_end{false};
   std::atomic<bool> is_hot{false};            // passes count for who may miss its point
+  std::atomic<bool> are_asleep{false};        // those that sleep on: a recovery could take in who is late
   std::atomic<int> first{kAnybody};           // who has come to a point of kAnybody, or of who may miss it
   std::atomic<u64> ops[kMostProcesses] = {};  // as a member
   std::atomic<u32> epoch[kMostProcesses] = {};
@@ -103,6 +105,10 @@ struct Scenario {
   }
   bool has_stops() const {
     return std::any_of(victims.begin(), victims.end(), [](const Victim& each) { return each.signal == SIGSTOP; });
+  }
+  bool waits_for_sleep(const Victim& victim) const {
+    return victim.process == kAnybody &&
+           std::any_of(victims.begin(), victims.end(), [](const Victim& each) { return each.sleeps_on; });
   }
   bool may_be_evicted(int process) const {
     if (kind == Kind::kLeave && process == 2) return true;  // it recovers before its boundary
@@ -212,6 +218,7 @@ class Member {
       const bool may_be_first = (victim.process == kAnybody && is_founder && fuse.point == nullptr) || victim.may_miss;
       if (victim.process != self_.rank && (victim.process != kAnybody || !may_be_first)) continue;
       fuse.first = may_be_first ? &board_.first : nullptr;
+      fuse.is_due = scenario_.waits_for_sleep(victim) ? &board_.are_asleep : nullptr;
       fuse.num_passes = victim.num_passes;
       fuse.signal = victim.signal;
       fuse.may_miss = victim.may_miss;
@@ -494,6 +501,7 @@ inline bool run_scenario(Scenario scenario) {
       if (num_failures() == before) ranks.await_stop(process);
     };
     for (const int idx : last) await_stop(scenario.victims[static_cast<size_t>(idx)].process);
+    board.are_asleep = true;
     order.insert(order.end(), last.begin(), last.end());
     for (const int idx : order) {
       const Victim& victim = scenario.victims[static_cast<size_t>(idx)];
@@ -540,6 +548,7 @@ inline void pass(const char* name) {
   if (fuse.process == Fuse::kUnarmed) return;
   if (on_pass != nullptr && *fuse.is_hot) on_pass(name, fuse.process);
   if (fuse.point == nullptr || std::strcmp(name, fuse.point) != 0) return;
+  if (fuse.is_due != nullptr && !*fuse.is_due) return;
   if ((fuse.may_miss && !*fuse.is_hot) || fuse.num_passes-- != 0) return;
   int anybody = kAnybody;
   if (fuse.first != nullptr && !fuse.first->compare_exchange_strong(anybody, fuse.process)) return;
