@@ -14,9 +14,11 @@ from weft.errors import Error
 
 if TYPE_CHECKING:
     from weft.elastic.plan import Phase
-    from weft.elastic.steps import Load
+    from weft.elastic.steps import Load, Way
 
 _PLAN_HELP = "JSON: a list of phases, each a list of active ranks; -2: rank 2 is killed in it. None: plans are drawn."
+_FRESH_HELP = "Who joins is a new interpreter that has nothing but the address, not one forked from a warm process."
+_TRAFFIC_HELP = "Steps go on between phases, too, while ranks start, join and close."
 
 
 def elastic(
@@ -28,22 +30,25 @@ def elastic(
     ops: Annotated[int, typer.Option("--ops", metavar="N", min=2, help="Dispatches and combines a phase.")] = 20,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of drawn plans: the first one's.")] = 0,
     drawn: Annotated[int, typer.Option("--drawn", "--trials", metavar="N", min=1, help="How many plans.")] = 1,
+    fresh: Annotated[bool, typer.Option("--fresh", help=_FRESH_HELP)] = False,
+    traffic: Annotated[bool, typer.Option("--traffic", help=_TRAFFIC_HELP)] = False,
     json: options.Json = False,
 ) -> None:
     """Let ranks join and leave a running group by a plan, every word against the reference; cpu engine."""
     with command_output(json_lines=json) as output:
         from weft.elastic.plan import draw_plan, read_plan
-        from weft.elastic.steps import Load
+        from weft.elastic.steps import Load, Way
 
+        way = Way(fresh, traffic)
         load = Load(tokens, hidden, experts, top_k, ops)
         plans = [(plan, read_plan(plan))] if plan is not None else []
         plans += [(f"seed {each}", draw_plan(each)) for each in range(seed, seed + drawn) if plan is None]
-        failed = [name for name, phases in plans if not _play(output, name, phases, load)]
+        failed = [name for name, phases in plans if not _play(output, name, phases, load, way)]
         if failed:
             raise typer.Exit(EXIT_FAILED)
 
 
-def _play(output: Output, name: str, phases: list[Phase], load: Load) -> bool:
+def _play(output: Output, name: str, phases: list[Phase], load: Load, way: Way) -> bool:
     """Whether all went well; else how to play it again stands in the output."""
     from weft.elastic.plan import as_json
     from weft.elastic.run import play
@@ -58,6 +63,7 @@ def _play(output: Output, name: str, phases: list[Phase], load: Load) -> bool:
                 str(played.number),
                 ",".join(f"-{rank}" if rank in played.killed else str(rank) for rank in played.ranks),
                 ",".join(map(str, played.standby)),
+                *([str(played.between)] if way.traffic else []),
                 str(played.ops),
                 str(played.wrong),
                 f"{played.change_ms:.2f}",
@@ -71,13 +77,15 @@ def _play(output: Output, name: str, phases: list[Phase], load: Load) -> bool:
     hung: Error | None = None
     has_failed = False
     try:
-        has_failed = any(each.wrong or each.error or each.leftovers for each in play(phases, load, tell))
+        has_failed = any(each.wrong or each.error or each.leftovers for each in play(phases, load, tell, way))
     except Error as error:
         hung = error
-    columns = ("phase", "ranks", "standby", "ops", "wrong", "change ms", "pause ms", "recover ms", "GB/s", "what else")
-    output.table(f"plan {name}", columns, rows, left=(1, 2, 9))
+    before = ("phase", "ranks", "standby", *(["between"] if way.traffic else []))
+    columns = (*before, "ops", "wrong", "change ms", "pause ms", "recover ms", "GB/s", "what else")
+    output.table(f"plan {name}", columns, rows, left=(1, 2, len(columns) - 1))
     if has_failed or hung:
-        again = " ".join(f"--{field.replace('_', '-')} {value}" for field, value in dataclasses.asdict(load).items())
+        options = [f"--{field.replace('_', '-')} {value}" for field, value in dataclasses.asdict(load).items()]
+        again = " ".join(options + [f"--{field}" for field, is_on in dataclasses.asdict(way).items() if is_on])
         output.row({"kind": "failed", "plan": name, "phases": json_module.loads(as_json(phases)), "options": again})
         output.text(f"FAILED plan {name}; `weft elastic PLAN.json {again}` plays it again:", style="bold red")
         output.text(as_json(phases))

@@ -13,12 +13,19 @@ from typing import Any
 from weft.errors import InvalidArgument
 from weft.limits import MAX_RANKS
 
-__all__ = ["Phase", "as_json", "draw_plan", "num_slots", "read_plan"]
+__all__ = ["LEAST_OPS", "MOMENTS", "Phase", "as_json", "draw_plan", "num_slots", "read_plan"]
 
-_NAMES = {"ranks": "ranks", "kill": "killed", "stop": "stopped", "pause": "paused", "standby": "standby"} | {
-    "spare": "spares",
-    "together": "together",
+LEAST_OPS = 2  # one before what happens, and one behind it
+MOMENTS = {  # of the step in the middle of the phase: the call, and whether the moment is inside it
+    "dispatch": ("dispatch", False),
+    "mid-payload": ("dispatch", True),
+    "combine": ("combine", False),
+    "mid-combine": ("combine", True),
 }
+_LISTS = {"ranks": "ranks", "kill": "killed", "stop": "stopped", "pause": "paused", "standby": "standby"} | {
+    "spare": "spares"
+}
+_NAMES = (*_LISTS, "together", "at", "ops")
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class Phase:
 
     In the midst of the work `killed` ones are killed, and `stopped` ones are stopped until the others have gone on
     without them; `spares`, of those on standby, take their places. `paused` ones are stopped for a moment, at the
-    change if there is one. `together`: who comes, comes in one change.
+    change if there is one. `at`: when that is, of MOMENTS. `together`: who comes, comes in one change. `ops`: steps;
+    None: as many as in each phase.
     """
 
     ranks: tuple[int, ...]
@@ -37,6 +45,8 @@ class Phase:
     standby: tuple[int, ...] = ()
     spares: tuple[int, ...] = ()
     together: bool = True
+    at: str = "combine"
+    ops: int | None = None
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -61,8 +71,8 @@ class Phase:
 
 def read_plan(path: str | Path) -> list[Phase]:
     """From a JSON file: a list of phases, each a list of ranks; -2: rank 2 is killed in that phase. Or an object with
-    `ranks`, and what else there is of `kill`, `stop`, `pause`, `standby`, `spare` (lists of ranks) and `together`: the
-    fields of `Phase`.
+    `ranks`, and what else there is of `kill`, `stop`, `pause`, `standby`, `spare` (lists of ranks), `together`, `at`
+    and `ops`: the fields of `Phase`.
 
     Raises:
         InvalidArgument: the file can't be read, or is no plan; names the phase.
@@ -89,11 +99,11 @@ def as_json(phases: Sequence[Phase]) -> str:
 
 
 def _value(phase: Phase) -> Any:
-    value = {name: getattr(phase, field) for name, field in _NAMES.items() if getattr(phase, field)}
-    if phase.together:
-        del value["together"]
-    else:
-        value["together"] = False
+    value: dict[str, Any] = {name: getattr(phase, field) for name, field in _LISTS.items() if getattr(phase, field)}
+    plain = Phase(())
+    value |= {
+        name: getattr(phase, name) for name in ("together", "at", "ops") if getattr(phase, name) != getattr(plain, name)
+    }
     is_plain = set(value) <= {"ranks", "kill"} and 0 not in phase.killed  # there is no -0
     return [-rank if rank in phase.killed else rank for rank in phase.ranks] if is_plain else value
 
@@ -104,13 +114,18 @@ def _phase(number: int, value: Any) -> Phase:
         found = {"ranks": [abs(rank) for rank in ranks], "kill": [-rank for rank in ranks if rank < 0]}
     else:
         found = {**value}
-    together = found.pop("together", True)
-    if unknown := set(found) - set(_NAMES):
+    plain = Phase(())
+    others = {name: found.pop(name, getattr(plain, name)) for name in ("together", "at", "ops")}
+    if unknown := set(found) - set(_LISTS):
         raise InvalidArgument(f"phase {number}: {sorted(unknown)[0]!r} is unknown; allowed are {', '.join(_NAMES)}")
-    if not isinstance(together, bool):
-        raise InvalidArgument(f"phase {number}: together is {together!r}; allowed are true and false")
-    lists = {_NAMES[name]: tuple(sorted(_rank_list(number, ranks))) for name, ranks in found.items()}
-    phase = Phase(**{"ranks": (), **lists}, together=together)
+    if not isinstance(others["together"], bool):
+        raise InvalidArgument(f"phase {number}: together is {others['together']!r}; allowed are true and false")
+    if not isinstance(others["at"], str) or others["at"] not in MOMENTS:
+        raise InvalidArgument(f"phase {number}: at is {others['at']!r}; allowed are {', '.join(MOMENTS)}")
+    if others["ops"] is not None and (type(others["ops"]) is not int or others["ops"] < LEAST_OPS):
+        raise InvalidArgument(f"phase {number}: ops is {others['ops']!r}; allowed is an int from {LEAST_OPS}")
+    lists: dict[str, Any] = {_LISTS[name]: tuple(sorted(_rank_list(number, ranks))) for name, ranks in found.items()}
+    phase = Phase(**{"ranks": (), **lists}, **others)
     _check(number, phase)
     return phase
 
@@ -129,6 +144,9 @@ def _check(number: int, phase: Phase) -> None:
     ranks, lost = set(phase.ranks), set(phase.lost)
     wrongs = {
         "no rank is active": not ranks,
+        "at says when somebody is killed, stopped or paused, and nobody is": (
+            phase.at != "combine" and not phase.lost + phase.paused
+        ),
         "ranks and standby have a rank in common": bool(ranks & set(phase.standby)),
         "who is killed, stopped or paused has to be active, and only one of these": (
             not lost | set(phase.paused) <= ranks or len(lost | set(phase.paused)) < len(phase.lost + phase.paused)
@@ -150,7 +168,7 @@ def num_slots(phases: Sequence[Phase]) -> int:
 
 def draw_plan(seed: int, slots: int = 5, num_phases: int = 5) -> list[Phase]:
     """A plan by chance: ranks come, together or as they are ready, go, are suspended and resumed, killed, stopped for a
-    moment or for long, and replaced by spares; one at least stays each time."""
+    moment or for long, in or between two calls, and replaced by spares; one at least stays each time."""
     draw = random.Random(seed)
     phases = [Phase(tuple(range(draw.randint(1, slots - 1))))]
     while len(phases) < num_phases:
@@ -171,9 +189,12 @@ def _draw_phase(draw: random.Random, before: Phase, slots: int) -> Phase:
             where.add(rank)
     mortal = sorted(ranks - {min(kept)})
     what = draw.choices(("killed", "stopped", "paused", ""), (4, 1, 1, 4) if mortal else (0, 0, 0, 1))[0]
-    happens = {what: (draw.choice(mortal),)} if what else {}
+    happens: dict[str, Any] = {what: (draw.choice(mortal),)} if what else {}
     # Who comes in just now may not be prepared for the spare yet, and would keep it out.
     is_replaced = what in ("killed", "stopped") and standby and ranks <= set(before.left) and draw.random() < 0.8
     spares = (draw.choice(sorted(standby)),) if is_replaced else ()
     together = draw.random() < 0.7
-    return Phase(tuple(sorted(ranks)), **happens, standby=tuple(sorted(standby)), spares=spares, together=together)
+    at = draw.choice(tuple(MOMENTS)) if happens else "combine"
+    return Phase(
+        tuple(sorted(ranks)), **happens, standby=tuple(sorted(standby)), spares=spares, together=together, at=at
+    )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import weft
-from weft.elastic.plan import Phase
+from weft.elastic.plan import MOMENTS, Phase
 from weft.elastic.steps import STEP_DEADLINE_S, Steps
 
 __all__ = ["Report", "play_phase"]
@@ -25,7 +26,8 @@ class Report:
     epoch: int = 0
     active: tuple[int, ...] = ()  # (): it stands by
     ops: int = 0
-    wrong: int = 0  # calls with a wrong word
+    between: int = 0  # steps since the last phase
+    wrong: int = 0  # steps with a wrong word
     pause_ms: float = 0.0  # the longest time between two steps, less the median one
     change_ms: float = 0.0  # inside the call that carried the change out
     recover_ms: float = 0.0
@@ -48,7 +50,8 @@ class _Player:
     def __init__(self, me: Steps, phase: Phase) -> None:
         self.me, self.comm, self.phase = me, me.comm, phase
         self.report = Report(me.comm.rank)
-        self.happens_at = me.load.ops // 2
+        self.num_ops = phase.ops or me.load.ops
+        self.happens_at = self.num_ops // 2
         self.gaps: list[float] = []
         self.last = time.perf_counter()
         self.has_paused = False
@@ -89,7 +92,7 @@ class _Player:
 
     def _work(self) -> None:
         comm, phase, report = self.comm, self.phase, self.report
-        while report.ops < self.me.load.ops and not report.left:
+        while (report.ops < self.num_ops or self._is_to_lose()) and not report.left:
             if not comm.is_member and comm.rank in phase.standby:
                 if comm.rank not in phase.spares:
                     return
@@ -107,6 +110,11 @@ class _Player:
             now = time.perf_counter()
             self.gaps.append(now - self.last)
             self.last = now
+
+    def _is_to_lose(self) -> bool:
+        """Whether ranks are dead or stopped, or about to be, and this rank has not noticed: they may have done their
+        part of this step."""
+        return self.is_there and bool(self.phase.lost) and self.comm.active_ranks == self.phase.ranks
 
     def _stand_by(self) -> None:
         """Until the others have lost a rank: the step that they repeat is the first one of this rank."""
@@ -139,24 +147,40 @@ class _Player:
 
     def _step(self) -> bool:
         phase, rank = self.phase, self.comm.rank
-        is_now = self.is_there and self.report.ops == self.happens_at and self.comm.active_ranks == phase.ranks
-        if not is_now:
+        if not self.is_there or self.report.ops < self.happens_at or self.comm.active_ranks != phase.ranks:
             return self.me.step()
         note: Callable[[str], object] | None = None
-        if rank in phase.killed:
-            note = _Signalled(signal.SIGKILL)
-        elif rank in phase.stopped or (rank in phase.paused and not self.has_paused):
-            self.has_paused = True
-            note = _Signalled(signal.SIGSTOP)
+        if self.report.ops == self.happens_at:
+            if rank in phase.killed:
+                note = _Signalled(signal.SIGKILL, phase.at, self.me.shortest_s)
+            elif rank in phase.stopped or (rank in phase.paused and not self.has_paused):
+                self.has_paused = True
+                note = _Signalled(signal.SIGSTOP, phase.at, self.me.shortest_s)
         return self.me.step(note, deadline_s=STOPPED_S if phase.stopped and rank not in phase.stopped else None)
 
 
 class _Signalled:
-    """This process, between dispatch and combine."""
+    """This process, at a moment of MOMENTS. One that is inside a call is half-way by the shortest such call so far; the
+    process goes on behind that call only when the signal was sent."""
 
-    def __init__(self, number: signal.Signals) -> None:
+    def __init__(self, number: signal.Signals, at: str, shortest_s: dict[str, float]) -> None:
         self.number = number
+        self.call, self.is_inside = MOMENTS[at]
+        self.after_s = shortest_s.get(self.call, 0.0) / 2
+        self.thread: threading.Thread | None = None
 
     def __call__(self, what: str) -> None:
-        if what == "combine":
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if what != self.call:
+            return
+        if self.is_inside:
+            self.thread = threading.Thread(target=self._send_later, name="weft-elastic", daemon=True)
+            self.thread.start()
+        else:
             os.kill(os.getpid(), self.number)
+
+    def _send_later(self) -> None:
+        time.sleep(self.after_s)
+        os.kill(os.getpid(), self.number)

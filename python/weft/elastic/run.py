@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from weft.elastic.plan import Phase, num_slots
 from weft.elastic.playing import Report
-from weft.elastic.steps import Load, warm_up
+from weft.elastic.steps import Load, Way, warm_up
 from weft.elastic.worker import work
 from weft.errors import Error, PeerTimeout
 
@@ -45,11 +45,12 @@ class Played:
     error: str = ""
     address: str = ""  # of the group, for who comes next
     standby: tuple[int, ...] = ()
+    between: int = 0  # steps since the phase before
 
 
 @dataclass
 class _Process:
-    process: ForkProcess
+    process: BaseProcess
     pipe: Connection
     is_active: bool = False
 
@@ -62,7 +63,7 @@ class _Process:
             return None
 
 
-def play(phases: Sequence[Phase], load: Load, done: Callable[[Played], object]) -> list[Played]:
+def play(phases: Sequence[Phase], load: Load, done: Callable[[Played], object], way: Way | None = None) -> list[Played]:
     """All phases, in order; `done` is told each.
 
     Raises:
@@ -70,14 +71,15 @@ def play(phases: Sequence[Phase], load: Load, done: Callable[[Played], object]) 
     """
     ranks: dict[int, _Process] = {}
     played = []
+    way = way or Way()
     warm_up(load)
     try:
-        address = _found(ranks, phases, load)
+        address = _found(ranks, phases, load, way)
         for number, phase in enumerate(phases):
             before = phases[number - 1] if number else None
             for rank in phase.present:
                 if rank not in ranks:
-                    ranks[rank] = _start(rank, 0, num_slots(phases), load)
+                    ranks[rank] = _start(rank, 0, num_slots(phases), load, way)
                     ranks[rank].pipe.send(address)
             for rank in phase.present if phase.spares or phase.stopped else ():  # who is stopped answers nobody
                 if not ranks[rank].is_active and before is not None:
@@ -96,10 +98,10 @@ def play(phases: Sequence[Phase], load: Load, done: Callable[[Played], object]) 
         _end(ranks)
 
 
-def _found(ranks: dict[int, _Process], phases: Sequence[Phase], load: Load) -> str:
+def _found(ranks: dict[int, _Process], phases: Sequence[Phase], load: Load, way: Way) -> str:
     founders = phases[0].ranks
     for rank in founders:
-        ranks[rank] = _start(rank, len(founders), num_slots(phases), load)
+        ranks[rank] = _start(rank, len(founders), num_slots(phases), load, way)
     endpoints = [_expect(ranks[rank], bytes) for rank in founders]
     for rank in founders:
         ranks[rank].pipe.send(endpoints)
@@ -114,10 +116,14 @@ def _expect(process: _Process, kind: type) -> Any:
     raise Error(found.error if isinstance(found, Report) else "a rank of the plan has ended")
 
 
-def _start(rank: int, num_founders: int, slots: int, load: Load) -> _Process:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs, rank, num_founders, slots, load), daemon=True)
+def _start(rank: int, num_founders: int, slots: int, load: Load, way: Way) -> _Process:
+    ours, theirs = multiprocessing.Pipe()
+    options: dict[str, Any] = {"target": work, "args": (theirs, rank, num_founders, slots, load, way), "daemon": True}
+    process: BaseProcess
+    if way.fresh and not num_founders:
+        process = multiprocessing.get_context("spawn").Process(**options)
+    else:
+        process = multiprocessing.get_context("fork").Process(**options)
     process.start()
     theirs.close()
     return _Process(process, ours)
@@ -162,6 +168,7 @@ def _phase(number: int, phase: Phase, ranks: dict[int, _Process], proposer: int)
         "; ".join(errors),
         next((report.address for report in stayed), ""),
         phase.standing,
+        max((report.between for report in reports.values()), default=0),
     )
 
 
@@ -211,8 +218,17 @@ def _close_all(ranks: dict[int, _Process]) -> tuple[str, ...]:
     reports = {rank: process.receive() for rank, process in ranks.items()}
     for process in ranks.values():
         process.process.join(END_S)
-    silent = [f"rank {rank} ended before it had closed" for rank, report in reports.items() if report is None]
-    return tuple(silent + [text for report in reports.values() if report for text in report.leftovers])
+    texts = []
+    for rank, report in reports.items():
+        if report is None:
+            texts.append(f"rank {rank} ended before it had closed")
+            continue
+        texts += report.leftovers
+        if report.error:
+            texts.append(f"rank {rank}: {report.error}")
+        if report.wrong:
+            texts.append(f"rank {rank}: {report.wrong} steps behind the last phase had a wrong word")
+    return tuple(texts)
 
 
 def _end(ranks: dict[int, _Process]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import weft
 from weft import reference
 
-__all__ = ["STEP_DEADLINE_S", "Load", "Steps", "warm_up"]
+__all__ = ["STEP_DEADLINE_S", "Load", "Steps", "Way", "warm_up"]
 
 STEP_DEADLINE_S = 60.0
 
@@ -25,6 +26,15 @@ class Load:
     experts: int = 2
     top_k: int = 2
     ops: int = 20
+
+
+@dataclass(frozen=True)
+class Way:
+    """`fresh`: who joins is a new interpreter, which has nothing but the address; else it is forked from one that is
+    warm. `traffic`: active ranks go on with steps between phases; else they wait there."""
+
+    fresh: bool = False
+    traffic: bool = False
 
 
 class Steps:
@@ -43,6 +53,7 @@ class Steps:
             deadline_s=STEP_DEADLINE_S,
         )
         self.count = (0, 0)  # epoch, and steps in it
+        self.shortest_s: dict[str, float] = {}  # dispatch and combine, so far
 
     def step(
         self, note: Callable[[str], object] | None = None, mode: str = "auto", deadline_s: float | None = None
@@ -70,13 +81,21 @@ class Steps:
         outputs = [each.x * (slot + 2) for slot, each in enumerate(wanted)]
         right: Any = reference.combine(outputs, wanted)[mine]
         note("dispatch")
+        begin = time.perf_counter()
         found: Any = ep.dispatch(
             xs[mine], ids[mine], weights[mine], layout="expert_major", mode=mode, deadline_s=deadline_s
         )
+        self._took("dispatch", begin)
         note("combine")
+        begin = time.perf_counter()
         y = ep.combine(outputs[mine], found.handle, mode=mode, deadline_s=deadline_s)
+        self._took("combine", begin)
         note("other")
         return torch.equal(found.x, wanted[mine].x) and torch.equal(y, right)
+
+    def _took(self, call: str, begin: float) -> None:
+        seconds = time.perf_counter() - begin
+        self.shortest_s[call] = min(seconds, self.shortest_s.get(call, seconds))
 
 
 def warm_up(load: Load) -> None:
