@@ -20,6 +20,7 @@ from test_standby import until
 
 import weft
 from weft import _load
+from weft.group import files
 
 PACKET = struct.Struct("<IHHQIIII")  # magic, version, type, tag, message bytes, offset, payload bytes, descriptors
 _HELLO, _REFUSAL = 1, 2
@@ -251,6 +252,50 @@ def test_a_group_on_another_engine() -> None:
     told = weft.spawn(_another_engine, 3, device="cpu")[2]
     assert "nvlink" in told
     assert "cpu" in told
+
+
+def _other_files(outer_comm: Any) -> str:
+    """The files of the newcomer are others; then the same."""
+    outer = Outer(outer_comm)
+    comm, address = open_group(outer, 2, 3)
+    told = ""
+    if comm is not None:
+        outer.wait()
+        until(lambda: comm.membership.joining == ())  # noticed that it is gone
+        outer.wait()
+    else:
+        right = files.digest
+        files.digest = lambda: "0" * 64  # type: ignore[assignment]
+        with pytest.raises(weft.Unsupported) as refused:
+            weft.Communicator.join(address, device="cpu")
+        told = str(refused.value)
+        assert f"{'0' * 64} on this rank, which joins, and {right()} in the group" in told
+        files.digest = right
+        outer.wait()
+        outer.wait()
+        comm = weft.Communicator.join(address, device="cpu")
+    outer.wait()
+    comm.close()
+    return told
+
+
+def test_a_newcomer_with_other_files_of_python() -> None:
+    """Both digests are named, the slot is free again."""
+    told = weft.spawn(_other_files, 3, device="cpu")[2]
+    assert "the same files on all ranks" in told
+
+
+def test_files_are_told_apart(tmp_path: pathlib.Path) -> None:
+    """By content, by name, by where one ends, and not by what is no Python."""
+    seen = [files.digest_of(tmp_path)]
+    for name, text in [("a.py", "x = 1"), ("a.py", "x = 2"), ("b/a.py", "x = 1"), ("b.py", ""), ("c.py", "")]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        seen.append(files.digest_of(tmp_path))
+    (tmp_path / "a.txt").write_text("x = 1")
+    assert files.digest_of(tmp_path) == seen[-1]
+    assert len(set(seen)) == len(seen)
+    assert files.digest() == files.digest_of(pathlib.Path(weft.__file__).parent)
 
 
 def _want_one_slot(outer_comm: Any, slot: int | None) -> str:

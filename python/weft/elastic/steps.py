@@ -11,6 +11,7 @@ import torch
 
 import weft
 from weft import reference
+from weft.group import files
 
 __all__ = ["STEP_DEADLINE_S", "Load", "Steps", "Way", "warm_up"]
 
@@ -99,7 +100,9 @@ class Steps:
 
 
 def warm_up(load: Load) -> None:
-    """What each rank needs and a forked one inherits: modules, facts about the machine, torch at its first call."""
+    """What each rank needs and a forked one inherits: modules, facts about the machine and of the
+    package's files, torch at its first call."""
     torch.set_num_threads(1)
+    files.digest()
     with weft.Communicator.from_allgather(0, 1, lambda mine: [mine], device="cpu") as comm:
         Steps(comm, load).step()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weft import _load
 from weft.engine import Choice, look
 from weft.errors import InvalidArgument, InvalidState, PeerTimeout, Unsupported, rank_list
+from weft.group import files
 from weft.group.joining import CONNECT_TIMEOUT_S, device_of, positive_seconds
 from weft.group.maps import asked_contract
 from weft.group.membership import Change
@@ -66,7 +67,8 @@ class Changes(Recovering):
                 `placement`.
             InvalidState: this process is a rank of the group already.
             Unsupported: the group is on another machine, in another pid or network namespace, of another user, version
-                of Weft or engine, or its Weft was built from other sources; both values are named.
+                of Weft or engine, or its Weft was built from other sources or has other Python files; both values are
+                named.
             CapacityExceeded: no slot is free.
             PeerLost: nobody answers at the address. PeerTimeout: a rank did not within `timeout_s`.
         """
@@ -85,6 +87,12 @@ class Changes(Recovering):
         )
         try:
             contract = asked_contract(connected, max(deadline - time.monotonic(), 1.0))
+            if (theirs := contract.get("files")) != files.digest():
+                raise Unsupported(
+                    "joining a group that runs other Python files of Weft",
+                    f"files of SHA-256 {files.digest()} on this rank, which joins, and {theirs} in the group",
+                    "the same files on all ranks",
+                )
             choice = Choice(**contract["choice"])
             if choice.engine != "cpu" or look(where, "cpu").engine != "cpu":
                 raise Unsupported(f"joining a group on the {choice.engine} engine", "newcomers", "the cpu engine")

@@ -16,6 +16,7 @@ from weft.call.expert_map import ExpertMap
 from weft.call.window import Window
 from weft.engine import Choice
 from weft.errors import Error, InvalidArgument, InvalidState, PeerLost, rank_list
+from weft.group import files
 from weft.group.turns import Turns
 
 if TYPE_CHECKING:
@@ -247,7 +248,8 @@ class Maps(Turns):
     def _publish_contract(self) -> None:
         contract = {
             "choice": asdict(self._choice), "objects": self._objects, "map_epoch": self._map_epoch,
-            "maps": [each._replicas.tolist() for each in self._offered], **self._made(),
+            "maps": [each._replicas.tolist() for each in self._offered],
+            "files": files.digest() if self._native.is_open else "", **self._made(),
         }  # fmt: skip
         self._native.set_contract(json.dumps(contract))
 
