@@ -65,6 +65,8 @@ class ExpertParallel(Elastic, Reports, Lifetime):
             taken. On a GPU each takes 2 R rows of window memory.
         max_heap_bytes: up to which `resize` may let the heap grow: addresses are reserved, no memory; None: heap_bytes.
             cpu engine.
+        name: by which a rank that joins finds this object among those of equal arguments, in whatever order it makes
+            them; None: it makes them in the order of the members.
 
     Raises:
         InvalidArgument: an argument is not allowed (on this rank), or differs between ranks (on every rank).
@@ -91,6 +93,7 @@ class ExpertParallel(Elastic, Reports, Lifetime):
         min_ranks: int | None = None,
         node_ranks: int | None = None,
         small_tokens: int | None = None,
+        name: str | None = None,
     ) -> None:
         arguments = {
             "num_experts": num_experts,
@@ -107,6 +110,7 @@ class ExpertParallel(Elastic, Reports, Lifetime):
             "max_heap_bytes": max_heap_bytes,
             "node_ranks": node_ranks,
             "small_tokens": small_tokens,
+            "name": name,
         }
         check_constructor.check_comm(comm)
         with comm.telling_peers():
@@ -118,7 +122,7 @@ class ExpertParallel(Elastic, Reports, Lifetime):
         self.comm, self.dtype, self.device = comm, dtype, comm.device
         self.num_experts, self.top_k, self.hidden = self._shape.num_experts, top_k, hidden
         self.num_logical_experts, self.num_local_experts = num_logical_experts, self._shape.num_local_experts
-        self._most_heap_bytes = max_heap_bytes or 0
+        self.name, self._most_heap_bytes = name, max_heap_bytes or 0
         self.max_tokens_per_rank, self.num_windows, self.deadline_s = max_tokens_per_rank, num_windows, deadline_s
         self.small_tokens = self._shape.small_tokens
         self.num_ranks, self.num_sms = comm.num_ranks, self._shape.num_sms

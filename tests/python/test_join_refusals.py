@@ -190,7 +190,7 @@ def _differs(outer_comm: Any) -> dict[str, str]:
     given: dict[str, Any] = {
         "num_experts": 6, "top_k": 3, "hidden": 32, "max_tokens_per_rank": 16, "dtype": torch.float32, "num_sms": 8,
         "deadline_s": 50.0, "heap_bytes": 1 << 16, "num_windows": 1, "num_logical_experts": 4, "sum_domain": None,
-        "max_heap_bytes": 1 << 20, "node_ranks": None,
+        "max_heap_bytes": 1 << 20, "node_ranks": None, "name": "one",
     }  # fmt: skip
     if comm is None:
         outer.wait()
@@ -198,7 +198,7 @@ def _differs(outer_comm: Any) -> dict[str, str]:
         changed_values: dict[str, Any] = {
             "num_experts": 9, "top_k": 4, "hidden": 64, "max_tokens_per_rank": 8, "dtype": torch.float16, "num_sms": 4,
             "deadline_s": 60.0, "heap_bytes": 1 << 17, "num_windows": 2, "num_logical_experts": 5, "sum_domain": 1,
-            "max_heap_bytes": 1 << 21, "node_ranks": 1, "small_tokens": 3,
+            "max_heap_bytes": 1 << 21, "node_ranks": 1, "small_tokens": 3, "name": "another",
         }  # fmt: skip
         assert set(changed_values) == set(inspect.signature(weft.ExpertParallel).parameters) - {"comm", "min_ranks"}
         for name, value in changed_values.items():
@@ -219,7 +219,7 @@ def _differs(outer_comm: Any) -> dict[str, str]:
 def test_an_object_that_differs_is_told_in_what() -> None:
     """Whatever argument it is: its name, what the newcomer has, and what the group has."""
     told = weft.spawn(_differs, 3, device="cpu")[2]
-    assert len(told) == 14
+    assert len(told) == 15
     for name, text in told.items():
         assert text.startswith(f"{name} is "), text
         assert " on this rank, which joins, and " in text

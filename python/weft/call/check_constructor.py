@@ -31,7 +31,10 @@ def check_constructor(comm: Communicator, dtype: Any, shape: dict[str, Any]) -> 
         raise InvalidArgument(f"dtype is {dtype!r}; allowed: {', '.join(f'torch.{name}' for name in DTYPE_BYTES)}")
     if shape["deadline_s"] is None:
         raise InvalidArgument(f"deadline_s is None; allowed: {ACCEPTS['deadline_s'].allowed}")
-    check_shape({"num_ranks": comm.num_ranks, **shape})
+    name = shape["name"]
+    if name is not None and (not isinstance(name, str) or not name):
+        raise InvalidArgument(f"name is {name!r}; allowed are None and a str that is not empty")
+    check_shape({"num_ranks": comm.num_ranks, **{key: value for key, value in shape.items() if key != "name"}})
     _check_growth(comm, dtype, shape)
     if comm.engine == "nvlink" and shape["num_logical_experts"] is not None:
         raise Unsupported("num_logical_experts", "the nvlink engine", "the cpu engine, or physical ids in topk_idx")

@@ -117,8 +117,8 @@ class Windows(Maps):
     def _adopted_windows(
         self, what: str, arguments: dict[str, Any], specs: Sequence[WindowSpec], deadline_s: float
     ) -> tuple[list[Window], list[int], dict[str, Any]]:
-        """Of a rank that has joined: those of the members' object with equal arguments that it has not made yet. Not
-        collective. Waits while members are about to make it, a spare also for their beginning.
+        """Of a rank that has joined: those of the members' first object with equal arguments, the name among them, that
+        it has not made yet. Not collective. Waits while members are about to make it, a spare also for their beginning.
 
         Raises:
             InvalidArgument: there is none; names the first argument that differs, and both values.
@@ -143,7 +143,8 @@ class Windows(Maps):
         values = json.loads(json.dumps(arguments))
         found = next((each for each in left if each["arguments"] == values), None)
         if found is None:
-            theirs = left[0]["arguments"]
+            namesakes = [each for each in left if each["arguments"].get("name") == values.get("name")]
+            theirs = (namesakes or left)[0]["arguments"]
             name = next(name for name in values if values[name] != theirs.get(name))
             raise InvalidArgument(
                 f"{name} is {values[name]} on this rank, which joins, and {theirs.get(name)} in the group. It must be "
