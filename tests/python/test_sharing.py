@@ -467,3 +467,29 @@ def without_memory(comm: weft.Communicator) -> None:
 
 def test_a_tensor_that_finds_no_memory() -> None:
     weft.spawn(without_memory, 1, device="cpu")
+
+
+def before_it_is_taken_in(comm: weft.Communicator) -> str:
+    """A spare loads what members share; they see from its standing by that it has."""
+    mine = torch.arange(10) + comm.rank
+    if comm.is_member:
+        comm.share("weights", mine)
+        while comm.membership.standby != (2,):
+            time.sleep(0.001)
+        comm.meet(60.0)
+        return ""
+    end = time.monotonic() + 60.0
+    out = torch.zeros(10, dtype=torch.int64)
+    while not torch.equal(out, torch.arange(10) + 1) and time.monotonic() < end:
+        with contextlib.suppress(weft.InvalidArgument):  # not shared yet
+            comm.fetch("weights", 1, out)
+    with pytest.raises(weft.InvalidArgument) as refused:
+        comm.fetch("weights", 2, out)
+    assert "allowed are active ranks: [0, 1]" in str(refused.value)
+    assert torch.equal(out, torch.arange(10) + 1)
+    comm.boundary()
+    return ""
+
+
+def test_a_spare_fetches_before_it_is_taken_in() -> None:
+    weft.spawn(before_it_is_taken_in, 2, device="cpu", standby=1)

@@ -111,7 +111,8 @@ class Sharing(Windows):
 
     def fetch(self, name: str, rank: int, out: Tensor, *, deadline_s: float = 100.0) -> Tensor:
         """Copy what `rank` shares as `name` to `out`, and return it. That rank is not disturbed: it may be in a call,
-        or compute. From any thread, also beside a call, and while the communicator is broken.
+        or compute. From any thread, also beside a call, and while the communicator is broken. A rank that has joined,
+        or is suspended, fetches from the members before it is taken in.
 
         Args:
             out: contiguous, in host memory, of the shape and dtype that were shared.
@@ -128,8 +129,9 @@ class Sharing(Windows):
         self._check_usable("fetch")
         _check_name(name)
         deadline = time.monotonic() + positive_seconds("deadline_s", deadline_s)
-        if type(rank) is not int or rank not in self._active:
-            raise InvalidArgument(f"rank is {rank!r}; allowed are active ranks: {list(self._active)}")
+        owners = self._native.members() if self._native.is_solo else list(self._active)  # who joins loads weights
+        if type(rank) is not int or rank not in owners:
+            raise InvalidArgument(f"rank is {rank!r}; allowed are active ranks: {owners}")
         if not self._native.is_near(rank):
             raise Unsupported("fetch between machines", f"rank {rank} on another one", "ranks of one machine")
         out = _dense("out", out)
