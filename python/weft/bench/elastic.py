@@ -34,8 +34,15 @@ ELASTIC = {
     "leave_pause_ms": "a rank leaves: pause of the others",
     "step_ms": "a step before a cold join",
     "step_during_cold_join_ms": "a step while a new process starts and joins",
+    "map_change_pause_ms": "a new map of experts begins: pause",
+    "resize_ms": "resize(): the heap grows by 64 MiB",
+    "fetch_ms": "a spare fetches 1 GiB",
+    "copy_ms": "it copies the same bytes in its own memory",
+    "step_before_fetch_ms": "a step before that fetch",
+    "step_during_fetch_ms": "a step while a spare fetches 1 GiB",
 }
 _STEPS, _BOUNDARIES, _BEFORE, _WAIT_S = 50, 1000, 200, 120.0
+_GROWN_BYTES, FETCH_BYTES = 64 << 20, 1 << 30
 _LEAVE_S = 0.05  # before a rank dies, for the others to leave the call before, which would raise for it
 _COLD = """
 import sys
@@ -68,6 +75,7 @@ def elastic(ranks: int, trials: int) -> list[Row]:
             runs: tuple[tuple[Callable[..., Times], dict[str, Any]], ...] = (
                 (_come_and_go, {"standby": 2}),
                 (_cold_join, {"max_ranks": ranks + 1}),
+                (_maps_and_memory, {"standby": 1}),
             )
             for run, slots in runs:
                 told = weft.spawn(run, ranks, (clock,), device="cpu", engine="cpu", on_failure="return", **slots)
@@ -124,6 +132,16 @@ class _Steps:
     def _counted(self) -> Callable[[], bool]:
         left = iter(range(_STEPS))
         return lambda: next(left, None) is None
+
+    def alone(self) -> list[float]:
+        """Gaps of `_BEFORE` steps and more, behind some that do not count."""
+        self.some()
+        gaps: list[float] = []
+        while len(gaps) < _BEFORE:
+            self.some()
+            gaps += self.gaps
+        self.gaps = []
+        return gaps
 
     def until_standby(self, slot: int) -> None:
         """Until all active ranks know the spare in that slot: they may take it in."""
@@ -192,12 +210,7 @@ def _cold_join(comm: weft.Communicator, clock: mmap.mmap) -> Times:
     del clock
     ep, x, _ = begin_calls(comm)
     steps = _Steps(comm, ep, x)
-    steps.some()
-    before: list[float] = []
-    while len(before) < _BEFORE:
-        steps.some()
-        before += steps.gaps
-    steps.gaps = []
+    before = steps.alone()
     child = None
     if comm.rank == 0:
         comm.propose(admit=[comm.num_ranks - 1], deadline_s=_WAIT_S)
@@ -207,3 +220,78 @@ def _cold_join(comm: weft.Communicator, clock: mmap.mmap) -> Times:
     if child is not None and child.wait(_WAIT_S) != 0:
         raise InternalError(f"the process that joined ended with exit status {child.returncode}")
     return {"step_ms": before, "step_during_cold_join_ms": steps.gaps[:-1]}  # the last one has the change
+
+
+def _maps_and_memory(comm: weft.Communicator, clock: mmap.mmap) -> Times:
+    """A map of experts that begins with a change, a heap that grows, and a spare that fetches while the others make
+    steps."""
+    import torch
+
+    import weft
+
+    num_experts = 2 * comm.num_active if comm.is_member else 2 * (comm.num_ranks - 1)
+    ep = weft.ExpertParallel(
+        comm, num_experts=2 * comm.num_ranks, num_logical_experts=num_experts, top_k=2, hidden=64,
+        max_tokens_per_rank=32, max_heap_bytes=2 * _GROWN_BYTES,
+    )  # fmt: skip
+    if not comm.is_member:
+        return _fetch_beside(comm, clock)
+    x = torch.full((32, 64), comm.rank + 1.0, dtype=torch.bfloat16, device=comm.device)
+    experts = torch.arange(num_experts, dtype=torch.int32, device="cpu")
+    ep.set_expert_map(weft.ExpertMap(experts[:, None]))
+    steps = _Steps(comm, ep, x)
+    if comm.rank == 0:
+        comm.share("weights", torch.ones(FETCH_BYTES, dtype=torch.uint8, device="cpu"))
+    before = steps.alone()
+    comm.propose(expert_map=weft.ExpertMap(experts.roll(2)[:, None]), id="rolled")  # by a rank
+    pause_ms = steps.some(comm.active_ranks)
+    comm.meet(_WAIT_S)
+    begin = time.perf_counter()
+    ep.resize(heap_bytes=ep.heap_bytes + _GROWN_BYTES)
+    resize_ms = (time.perf_counter() - begin) * 1e3
+    _until(lambda: clock[_COPIED] == 1)
+    comm.meet(_WAIT_S)
+    clock[_WANTED] = 1
+    beside: list[float] = []
+    is_over = False
+    while not is_over:
+        steps.some()
+        beside += steps.gaps
+        is_over = b"0" not in comm.gather(b"%d" % clock[_FETCHED]).values()
+    return {
+        "map_change_pause_ms": [pause_ms],
+        "resize_ms": [resize_ms],
+        "step_before_fetch_ms": before,
+        "step_during_fetch_ms": beside,
+    }
+
+
+_COPIED, _WANTED, _FETCHED = range(3)  # bytes of the clock: how far the spare and the others are
+
+
+def _fetch_beside(comm: weft.Communicator, clock: mmap.mmap) -> Times:
+    """A copy while the others wait, and a fetch while they do not; pages are there before."""
+    import torch
+
+    source, out = (torch.full((FETCH_BYTES,), value, dtype=torch.uint8, device="cpu") for value in (2, 3))
+    begin = time.perf_counter()
+    out.copy_(source)
+    copy_ms = (time.perf_counter() - begin) * 1e3
+    del source
+    clock[_COPIED] = 1
+    _until(lambda: clock[_WANTED] == 1)
+    begin = time.perf_counter()
+    comm.fetch("weights", 0, out, deadline_s=_WAIT_S)
+    fetch_ms = (time.perf_counter() - begin) * 1e3
+    if int(out.min()) != 1 or int(out.max()) != 1:
+        raise InternalError("a fetch has brought other bytes than were shared")
+    clock[_FETCHED] = 1
+    return {"fetch_ms": [fetch_ms], "copy_ms": [copy_ms]}
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    end = time.perf_counter() + _WAIT_S
+    while not is_so():
+        if time.perf_counter() > end:
+            raise PeerTimeout("bench", 0, (), f"a rank did not come within {_WAIT_S:g} s")
+        time.sleep(0.001)
