@@ -281,21 +281,28 @@ std::optional<Action> Communicator::wait_to_be_taken_in(u64 deadline_ns, const P
 
 // Whether a member that lives shows that it is not prepared for this rank, which was ready for those before it: they were newcomers
 // both, and one of them was stopped when the other one asked. Of a rank that was suspended the members are prepared at the boundary
-// where it was; who has not come there yet does not count.
+// where it was; who has not come there yet does not count. Or another newcomer shows that it is prepared for this rank, which is not
+// for it: that one was silent when it was asked, and no change could take both in.
 bool Communicator::is_unprepared_somewhere() {
   {
     const std::lock_guard lock(elastic_->mutex);
     if (!elastic_->is_ready) return false;
   }
   u32 installed = 0;
+  RankSet prepared;
   {
     const std::lock_guard lock(membership_mutex_);
     installed = elastic_->installed;
+    prepared = membership_.cell().prepared;
   }
   const RankSet living = met_members() - RankSet::of(plane_->dead_ranks());
   for (const int member : living.ranks()) {
     const std::optional<SlotCell> cell = elastic_->group.slots().look(member);
     if (cell && cell->installed >= installed && !cell->membership.prepared.contains(rank_)) return true;
+  }
+  for (const int newcomer : elastic_->newcomers()) {
+    const std::optional<SlotCell> cell = elastic_->group.slots().look(newcomer);
+    if (!prepared.contains(newcomer) && cell && cell->membership.prepared.contains(rank_)) return true;
   }
   return false;
 }
