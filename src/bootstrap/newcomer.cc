@@ -20,15 +20,13 @@ constexpr int kSliceMs = 50;
 constexpr u64 kDoorNs = 5'000'000'000;  // for the answer of a door, where there is another one
 constexpr int kRetryMs = 2;             // while the backlog of a door is full
 
-// A connected socket; none: nobody listens there.
-OwnedFd call_door(std::string_view name, uint64_t deadline_ns, const ControlPlane::Poll& poll) {
+// A connected socket, which is invalid where nobody listens; none: the door is full just now.
+std::optional<OwnedFd> try_door(std::string_view name) {
   OwnedFd socket = make_socket();
   const SocketAddress address(name);
-  while (::connect(socket.get(), address.get(), address.bytes()) != 0) {
-    if (errno != EAGAIN && errno != EINTR) return {};
-    if (now_ns() >= deadline_ns) throw_peer_timeout("join", 0, {}, "a door of the group took no call by the deadline");
-    if (poll) poll();
-    ::poll(nullptr, 0, kRetryMs);
+  if (::connect(socket.get(), address.get(), address.bytes()) != 0) {
+    if (errno == EAGAIN || errno == EINTR) return std::nullopt;
+    return OwnedFd();
   }
   const ProcessBehind found = process_behind(socket.get());
   if (found.uid != geteuid()) {
@@ -36,6 +34,16 @@ OwnedFd call_door(std::string_view name, uint64_t deadline_ns, const ControlPlan
                       std::to_string(geteuid()) + "; all ranks of a machine need the same user");
   }
   return socket;
+}
+
+// The same; waits while the door is full.
+OwnedFd call_door(std::string_view name, uint64_t deadline_ns, const ControlPlane::Poll& poll) {
+  for (;;) {  // check: allow spin-loop: sleeps in poll() and ends at the deadline
+    if (std::optional<OwnedFd> socket = try_door(name)) return std::move(*socket);
+    if (now_ns() >= deadline_ns) throw_peer_timeout("join", 0, {}, "a door of the group took no call by the deadline");
+    if (poll) poll();
+    ::poll(nullptr, 0, kRetryMs);
+  }
 }
 
 [[noreturn]] void throw_bad(const PacketReader& reader, const std::string& who) {
@@ -140,59 +148,81 @@ Sponsored find_sponsor(const JoinAddress& address, int wanted_slot, const Endpoi
   }
 }
 
-namespace {
-
-struct Called {
-  std::optional<Connection> connection;
-  bool is_cut_off = false;  // unread
-};
-
-Called call_once(const CallingRank& caller, int slot, int num_slots, const Endpoint& endpoint, uint64_t deadline_ns,
-                 const ControlPlane::Poll& poll) {
-  Connection connection;
-  connection.pidfd = open_process(endpoint.pid);  // before the start time is compared: it stands for the right life
-  if (process_start_time(endpoint.pid) != endpoint.start_time) return {};
-  OwnedFd socket = call_door({endpoint.name.data(), endpoint.name_bytes}, deadline_ns, poll);
-  if (!socket.valid()) return {};
-  if (process_behind(socket.get()).pid != endpoint.pid) {
-    throw_invalid_argument("the endpoint of rank " + std::to_string(slot) + " is not its own");
+OpenCall::State OpenCall::step() {
+  if (!socket_.valid()) {
+    const State begun = begin();
+    if (begun != State::kCalling || !socket_.valid()) return begun;
   }
-  std::vector<Endpoint> endpoints(static_cast<size_t>(num_slots));
-  endpoints[static_cast<size_t>(caller.slot)] = caller.endpoint;
-  endpoints[static_cast<size_t>(slot)] = endpoint;
-  const Hello hello = make_hello(caller.slot, slot, endpoints, caller.secret);
-  std::vector<OwnedFd> fds;
-  fds.push_back(OwnedFd::duplicate(caller.life_fd));
-  PacketHeader header = small_header(PacketType::kHello, sizeof(hello));
-  header.num_fds = 1;
-  send_packet(socket.get(), header, payload_of(hello), fds);
-  WEFT_FAIL_POINT("join.greeted");
   PacketReader reader;
-  if (!await_packet(socket.get(), reader, deadline_ns, poll)) return {std::nullopt, true};
-  if (reader.header.type == PacketType::kRefusal) throw read_denial(reader.payload);
-  const std::string problem =
-      hello_problem(reader.header, reader.payload, make_hello(slot, caller.slot, endpoints, caller.secret));
-  if (!problem.empty()) throw_invalid_argument("rank " + std::to_string(slot) + " sent " + problem);
-  if (reader.has_lost_fds) throw_system_error("receiving a file descriptor of a rank", EMFILE);
-  if (reader.fds.size() != 1) throw_invalid_argument("rank " + std::to_string(slot) + " sent no life lock");
-  connection.life = std::make_shared<PeerLife>(std::move(reader.fds.front()));
-  connection.wire = std::move(socket);
-  WEFT_FAIL_POINT("join.answered");
-  return {std::move(connection)};
+  switch (reader.receive(socket_.get())) {
+    case ReceiveResult::kNothing: return State::kCalling;
+    case ReceiveResult::kEnd:
+    case ReceiveResult::kUnreachable: return State::kCutOff;
+    case ReceiveResult::kBad: throw_bad(reader, "rank " + std::to_string(slot_) + " sent ");
+    case ReceiveResult::kPacket: break;
+  }
+  read_answer(reader);
+  return State::kAnswered;
 }
 
-}  // namespace
+OpenCall::State OpenCall::begin() {
+  connection_.pidfd = open_process(endpoint_.pid);  // before the start time is compared: it stands for the right life
+  if (process_start_time(endpoint_.pid) != endpoint_.start_time) return State::kAbsent;
+  std::optional<OwnedFd> socket = try_door({endpoint_.name.data(), endpoint_.name_bytes});
+  if (!socket) return State::kCalling;
+  if (!socket->valid()) return State::kAbsent;
+  if (process_behind(socket->get()).pid != endpoint_.pid) {
+    throw_invalid_argument("the endpoint of rank " + std::to_string(slot_) + " is not its own");
+  }
+  socket_ = std::move(*socket);
+  greet();
+  return State::kCalling;
+}
 
-// Cut off unread: it has ended, or had no room for another caller just now.
+void OpenCall::greet() {
+  std::vector<Endpoint> endpoints(static_cast<size_t>(num_slots_));
+  endpoints[static_cast<size_t>(caller_.slot)] = caller_.endpoint;
+  endpoints[static_cast<size_t>(slot_)] = endpoint_;
+  const Hello hello = make_hello(caller_.slot, slot_, endpoints, caller_.secret);
+  std::vector<OwnedFd> fds;
+  fds.push_back(OwnedFd::duplicate(caller_.life_fd));
+  PacketHeader header = small_header(PacketType::kHello, sizeof(hello));
+  header.num_fds = 1;
+  send_packet(socket_.get(), header, payload_of(hello), fds);
+  WEFT_FAIL_POINT("join.greeted");
+}
+
+void OpenCall::read_answer(PacketReader& reader) {
+  if (reader.header.type == PacketType::kRefusal) throw read_denial(reader.payload);
+  std::vector<Endpoint> endpoints(static_cast<size_t>(num_slots_));
+  endpoints[static_cast<size_t>(caller_.slot)] = caller_.endpoint;
+  endpoints[static_cast<size_t>(slot_)] = endpoint_;
+  const std::string problem =
+      hello_problem(reader.header, reader.payload, make_hello(slot_, caller_.slot, endpoints, caller_.secret));
+  if (!problem.empty()) throw_invalid_argument("rank " + std::to_string(slot_) + " sent " + problem);
+  if (reader.has_lost_fds) throw_system_error("receiving a file descriptor of a rank", EMFILE);
+  if (reader.fds.size() != 1) throw_invalid_argument("rank " + std::to_string(slot_) + " sent no life lock");
+  connection_.life = std::make_shared<PeerLife>(std::move(reader.fds.front()));
+  connection_.wire = std::move(socket_);
+  WEFT_FAIL_POINT("join.answered");
+}
+
 std::optional<Connection> call_rank(const CallingRank& caller, int slot, int num_slots, const Endpoint& endpoint,
                                     uint64_t deadline_ns, const ControlPlane::Poll& poll) {
   for (;;) {  // check: allow spin-loop: sleeps in poll() and ends at the deadline
-    Called called = call_once(caller, slot, num_slots, endpoint, deadline_ns, poll);
-    if (!called.is_cut_off) return std::move(called.connection);
+    OpenCall call(caller, slot, num_slots, endpoint);
+    OpenCall::State state = call.step();
+    for (; state == OpenCall::State::kCalling && now_ns() < deadline_ns; state = call.step()) {
+      if (poll) poll();
+      pollfd waited{call.fd(), POLLIN, 0};
+      ::poll(&waited, 1, call.fd() < 0 ? kRetryMs : kSliceMs);
+    }
+    if (state == OpenCall::State::kAnswered) return call.take();
+    if (state == OpenCall::State::kAbsent) return std::nullopt;
     if (now_ns() >= deadline_ns) {
       throw_peer_timeout("join", 0, {slot}, "rank " + std::to_string(slot) + " took no call by the deadline");
     }
-    ::poll(nullptr, 0, kSliceMs);
+    ::poll(nullptr, 0, kSliceMs);  // cut off
   }
 }
 

@@ -31,8 +31,7 @@ class Reception {
 
   void add_waited(std::vector<pollfd>& waited) const;
   bool is_waiting() const noexcept { return !callers_.empty(); }  // for something that no descriptor tells
-  bool has_room(int slot) const { return host_.has_room(slot); }
-  void step();  // never waits
+  void step();                                                    // never waits
   void close() noexcept { callers_.clear(); }
 
  private:

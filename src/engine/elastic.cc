@@ -54,27 +54,34 @@ Elastic::Elastic(Communicator& self, OpenGroup& open_group)
     }
     return membership.welcome();
   };
-  host.has_room = [this](int slot) {
-    const std::lock_guard lock(comm.membership_mutex_);
-    // Of a newcomer the active set is that of its welcome, with which it has no operations.
-    const bool is_active = !is_solo && comm.membership_.active().contains(slot);
-    const bool is_member = is_active || comm.membership_.newest_set().contains(slot);
-    const std::vector<int> ended = comm.plane_->ended_ranks();
-    const std::vector<int> connected = group.peers();
-    const bool has_ended = std::find(ended.begin(), ended.end(), slot) != ended.end();
-    const bool is_connected = std::find(connected.begin(), connected.end(), slot) != connected.end();
-    return !is_member && (has_ended || !is_connected);
-  };
+  // Of two that call each other the call of the lower one counts: it may be one that does not hear as yet.
+  host.has_room = [this](int slot) { return has_room(slot) && !(slot > comm.rank_ && is_calling(slot)); };
   host.admit = [this](int slot, u64 incarnation, Connection&& connection, const OpenGroup::Answer& answer) {
     comm.admit(slot, incarnation, std::move(connection), answer);
   };
   reception = std::make_unique<Reception>(group, comm.plane_->ledger().group(), comm.rank_, std::move(host));
 }
 
+bool Elastic::has_room(int slot) const {
+  const std::lock_guard lock(comm.membership_mutex_);
+  // Of a newcomer the active set is that of its welcome, with which it has no operations.
+  const bool is_active = !is_solo && comm.membership_.active().contains(slot);
+  const bool is_member = is_active || comm.membership_.newest_set().contains(slot);
+  const std::vector<int> ended = comm.plane_->ended_ranks();
+  const std::vector<int> connected = group.peers();
+  const bool has_ended = std::find(ended.begin(), ended.end(), slot) != ended.end();
+  const bool is_connected = std::find(connected.begin(), connected.end(), slot) != connected.end();
+  return !is_member && (has_ended || !is_connected);
+}
+
 void Elastic::start() {
   comm.show_cell();
   group.set_listener([this](const OpenGroup::Sender& sender, u64 tag, Parcel&& parcel) {
     const Errand kind = errand_of(tag);
+    {
+      const std::lock_guard lock(mutex);
+      if (silent.erase(sender.slot) > 0 && is_solo) needs_refresh = true;  // it may be asked again
+    }
     if (kind != Errand::kBell) {
       const std::lock_guard lock(mutex);
       if (kind == Errand::kAnswer) {
@@ -142,7 +149,12 @@ void Elastic::run() {
   while (!is_stopping) {
     std::vector<pollfd> waited{{wake_.get(), POLLIN, 0}};
     reception->add_waited(waited);
-    const bool is_waited_for = reception->is_waiting() || !strangers.empty();
+    bool is_waited_for = reception->is_waiting();
+    for (const auto& [slot, stranger] : strangers) {
+      const int fd = stranger.call ? stranger.call->fd() : -1;
+      if (fd >= 0) waited.push_back({fd, POLLIN, 0});
+      is_waited_for |= fd < 0;
+    }
     ::poll(waited.data(), waited.size(), is_waited_for ? kFastTurnMs : kSlowTurnMs);
     u64 count = 0;
     while (read(wake_.get(), &count, sizeof(count)) > 0) {
@@ -217,6 +229,7 @@ void Communicator::admit(int slot, u64 incarnation, Connection&& connection, con
     e.seen.erase(slot);
     e.strangers.erase(slot);
     e.absent.erase(slot);
+    e.silent.erase(slot);
     if (e.is_solo) e.needs_refresh = true;  // two that may be taken in together have to be prepared for each other
   }
   WEFT_FAIL_POINT("greet.admitted");

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -17,6 +18,7 @@
 
 #include "base/fd.h"
 #include "bootstrap/ledger.h"
+#include "bootstrap/newcomer.h"
 #include "bootstrap/reception.h"
 #include "engine/communicator.h"
 
@@ -55,6 +57,11 @@ struct Elastic {
   void meet_suspended();
   // Whether the action is the answer to a call of boundary(), or about the change that is wanted here.
   bool takes(const MembershipAction& action) const;
+  // Whether the last owner of the slot has been let go of, so that a new one may be connected.
+  bool has_room(int slot) const;
+  bool is_calling(int slot) const;
+  bool is_silent(int slot) const;
+  void note_silent(int slot, const Error& error);
 
   Communicator& comm;
   OpenGroup& group;
@@ -84,6 +91,7 @@ struct Elastic {
   bool is_ready = false;
   u64 num_unready = 0;        // how often members have taken back that they are prepared for this rank
   std::map<int, u64> absent;  // by slot: incarnation that had ended, or closed, before this rank was connected to it
+  std::set<int> silent;       // no members: they have not answered in time, and said nothing since
 
   u64 ask_ns = 0;  // of who waits in boundary(), alone: when it asks again; 0: it has no reason to
 
@@ -117,9 +125,12 @@ struct Elastic {
   // Of the thread alone.
   u32 met_epoch = 0;  // up to which it knows who was suspended
   struct Stranger {
-    u64 since_ns;  // or the last call
-    bool was_called;
+    u64 incarnation;
+    u64 since_ns;                      // or the last call
+    std::unique_ptr<OpenCall> call{};  // that is not answered
+    bool was_called = false;
   };
+  bool call(int slot, Stranger& stranger, bool is_member);
   std::map<int, Stranger> strangers;  // by slot: it is claimed by somebody whom this rank is not connected to
   std::map<int, u64> unknown;         // likewise: when to look whether that one is over
 

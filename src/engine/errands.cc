@@ -192,6 +192,7 @@ void Communicator::share_window(MemberWindow& window, u64 deadline_ns, const Pol
 void Communicator::swap_offers(MemberWindow& window, const RankSet& members, const Wait& wait, bool is_new) {
   for (const int peer : elastic_->group.peers()) {
     const bool is_member = members.contains(peer);
+    if (!is_member && elastic_->is_silent(peer)) continue;
     const u64 until_ns = is_member ? wait.deadline_ns : std::min(wait.deadline_ns, now_ns() + kOtherNewcomerNs);
     Parcel offer = window.offer();
     std::vector<std::byte> bytes(sizeof(u64) + offer.bytes.size());
@@ -205,6 +206,7 @@ void Communicator::swap_offers(MemberWindow& window, const RankSet& members, con
       WEFT_FAIL_POINT("window.shared");
     } catch (const Error& error) {  // another newcomer asks when it makes the window
       const bool is_of_no_use = !is_new && error.code == ErrorCode::kInvalidState;  // the member has closed it
+      if (until_ns < wait.deadline_ns) elastic_->note_silent(peer, error);
       if (is_member && !is_of_no_use && error.code != ErrorCode::kPeerLost) throw;
     }
   }
@@ -277,6 +279,7 @@ bool Communicator::ask_whether_all_is_made(const Wait& wait) {
   size_t num_members = 0;
   for (const int peer : e.group.peers()) {
     const bool is_member = members.contains(peer);
+    if (!is_member && e.is_silent(peer)) continue;
     const u64 until_ns = is_member ? wait.deadline_ns : std::min(wait.deadline_ns, now_ns() + kOtherNewcomerNs);
     try {
       const Parcel answer = inquire(peer, Errand::kReady, bytes_of(ids), {}, is_member, {until_ns, wait.poll});
@@ -295,6 +298,7 @@ bool Communicator::ask_whether_all_is_made(const Wait& wait) {
         ask(event, Wait{0, {}});
       }
     } catch (const Error& error) {  // another newcomer, which may be stopped, holds up nobody
+      if (until_ns < wait.deadline_ns) e.note_silent(peer, error);
       if (is_member && error.code != ErrorCode::kPeerLost) throw;
     }
   }

@@ -1,57 +1,99 @@
 // A rank that joins, and those whose slots were claimed at the same time: it may be connected to none of them yet.
 #include <chrono>
+#include <memory>
 #include <utility>
 
 #include "base/clock.h"
+#include "base/log.h"
 #include "bootstrap/newcomer.h"
 #include "engine/elastic.h"
 
 namespace weft {
 namespace {
 
-constexpr u64 kStrangerNs = 500'000'000;        // so long the other one has to call
-constexpr u64 kCallStrangerNs = 1'000'000'000;  // and to take a call
-constexpr u64 kMemberNs = 10'000'000;           // of who is a member by now, and so not about to call
-constexpr u64 kSliceNs = 2'000'000;             // of a wait: a turn of the thread that calls wakes earlier
+constexpr u64 kStrangerNs = 500'000'000;  // so long the other one has to call
+constexpr u64 kMemberNs = 10'000'000;     // of who is a member by now, and so not about to call
+constexpr u64 kSliceNs = 2'000'000;       // of a wait: a turn of the thread that calls wakes earlier
 
 }  // namespace
 
+bool Elastic::is_calling(int slot) const {
+  const auto found = strangers.find(slot);
+  return found != strangers.end() && found->second.call && found->second.call->fd() >= 0;
+}
+
 // Two newcomers that came at the same time: the one in the higher slot calls. It leaves the other one time to call by itself.
+// A member calls nobody; what it has begun as a newcomer goes on, for the other one may have heard it.
 void Communicator::call_strangers() {
   Elastic& e = *elastic_;
   SlotTable& slots = e.group.slots();
-  if (!e.is_solo) return;  // members are called
-  RankSet members;
   std::vector<u64> incarnations;
   {
     const std::lock_guard lock(membership_mutex_);
-    members = membership_.newest_set();
     incarnations = membership_.welcome().incarnations;
   }
   for (int slot = 0; slot < num_ranks_; ++slot) {
-    if (slot == rank_ || (slot > rank_ && !members.contains(slot))) continue;
-    const u64 incarnation = slots.claimed(slot);
-    if (incarnation == 0 || e.group.has_peer(slot, incarnation)) {
+    const u64 incarnation = slot == rank_ ? 0 : slots.claimed(slot);
+    const auto known = e.strangers.find(slot);
+    if (known != e.strangers.end() &&
+        (known->second.incarnation != incarnation || e.group.has_peer(slot, incarnation))) {
+      e.strangers.erase(slot);
+    }
+    if (incarnation == 0 || e.group.has_peer(slot, incarnation)) continue;
+    const bool is_member = incarnations[static_cast<size_t>(slot)] == incarnation;
+    const bool is_to_call = e.is_solo && (slot < rank_ || is_member);
+    if (!is_to_call && !e.is_calling(slot)) {  // or no more
       e.strangers.erase(slot);
       continue;
     }
-    const bool is_member = incarnations[static_cast<size_t>(slot)] == incarnation;
-    Elastic::Stranger& stranger = e.strangers.try_emplace(slot, Elastic::Stranger{now_ns(), false}).first->second;
-    const u64 pause_ns = is_member && !stranger.was_called ? kMemberNs : kStrangerNs;
-    const std::optional<Endpoint> endpoint = slots.endpoint(slot);
-    if (now_ns() - stranger.since_ns < pause_ns || !endpoint) continue;
-    if (!members.contains(slot) && !e.reception->has_room(slot)) continue;
-    stranger = {now_ns(), true};
-    const CallingRank self{rank_, e.group.endpoint(), e.group.secret(), e.group.life_fd()};
-    std::optional<Connection> connection =
-        call_rank(self, slot, slots.num_slots(), *endpoint, now_ns() + kCallStrangerNs, {});
-    if (connection) {
-      admit(slot, incarnation, std::move(*connection), {});
-    } else {
-      const std::lock_guard lock(e.mutex);
-      e.absent.insert_or_assign(slot, incarnation);
+    Elastic::Stranger& stranger = e.strangers.try_emplace(slot, Elastic::Stranger{incarnation, now_ns()}).first->second;
+    if (!(is_to_call && is_member) && !e.has_room(slot)) continue;
+    try {
+      if (e.call(slot, stranger, is_member)) {
+        Connection connection = stranger.call->take();
+        e.strangers.erase(slot);
+        admit(slot, incarnation, std::move(connection), {});
+      }
+    } catch (const Error& error) {  // it turned the call away: the others are called all the same
+      log_line(kLogWarning,
+               "rank " + std::to_string(rank_) + " called rank " + std::to_string(slot) + ": " + error.text);
+      e.strangers.insert_or_assign(slot, Elastic::Stranger{incarnation, now_ns(), {}, true});
     }
   }
+}
+
+// Whether it has answered.
+bool Elastic::call(int slot, Stranger& stranger, bool is_member) {
+  if (!stranger.call) {
+    const u64 pause_ns = is_member && !stranger.was_called ? kMemberNs : kStrangerNs;
+    const std::optional<Endpoint> endpoint = group.slots().endpoint(slot);
+    if (now_ns() - stranger.since_ns < pause_ns || !endpoint) return false;
+    const CallingRank self{comm.rank_, group.endpoint(), group.secret(), group.life_fd()};
+    stranger.since_ns = now_ns();
+    stranger.was_called = true;
+    stranger.call = std::make_unique<OpenCall>(self, slot, group.slots().num_slots(), *endpoint);
+  }
+  const OpenCall::State state = stranger.call->step();
+  if (state == OpenCall::State::kAnswered || state == OpenCall::State::kCalling) {
+    return state == OpenCall::State::kAnswered;
+  }
+  stranger.call.reset();
+  if (state == OpenCall::State::kAbsent) {
+    const std::lock_guard lock(mutex);
+    absent.insert_or_assign(slot, stranger.incarnation);
+  }
+  return false;
+}
+
+bool Elastic::is_silent(int slot) const {
+  const std::lock_guard lock(mutex);
+  return silent.contains(slot);
+}
+
+void Elastic::note_silent(int slot, const Error& error) {
+  if (error.code != ErrorCode::kPeerTimeout) return;
+  const std::lock_guard lock(mutex);
+  silent.insert(slot);
 }
 
 // Whether there are other members by now than those of `epoch`.
