@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from typer.testing import CliRunner
 
 import weft
 import weft.deep_ep
+from weft import routing
 from weft.bench.deep_ep import Overhead, Timed, names_in
 from weft.bench.options import Options
 from weft.cli import app
 from weft.cli.bench_deep_ep import run_deep_ep
 from weft.cli.output import command_output
+from weft.planner import PRESETS
 
 SMALL = [
     "--tokens",
@@ -248,3 +251,58 @@ def test_without_a_gpu_nothing_is_printed_before_the_error(flags: list[str]) -> 
     assert result.exit_code == 3
     assert result.stdout == ""
     assert result.stderr.startswith("error: device cuda is not supported")
+
+
+def test_ranks_in_nodes_have_the_planners_time_beside_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row crosses once to the other node, however many of its ranks it has picks on."""
+    monkeypatch.setattr("weft.bench.report._import_seconds", lambda: 1.0)
+    flags = ("--nodes", "2", "--ranks", "4", "--device", "cpu", "--preset", "dgx-h100", "--hidden", "128")
+    rows = bench(*flags)
+    assert_documented(rows)
+    machine, _, *calls = rows
+    assert (machine["isolation"], machine["engine"]) == ("process", "cpu")
+    assert [(row["op"], row["source"], row["library"]) for row in calls] == [
+        ("dispatch", None, "weft"),
+        ("combine", "heap", "weft"),
+        ("combine", "ordinary", "weft"),
+        ("both", "heap", "weft"),
+    ]
+    ids = [routing.uniform(40, 8, 3, rank=rank, num_ranks=4, seed=0)[0] for rank in range(4)]
+    most = max(int((ids[rank] // 4 != rank // 2).any(dim=1).sum()) for rank in range(4))
+    assert [row["network_bytes"] for row in calls] == [most * 256 * ways for ways in (1, 1, 1, 2)]
+    for row in calls:
+        assert row["network_gb_per_s"] == pytest.approx(row["network_bytes"] / row["time_us"] / 1e3)
+        assert (row["nodes"], row["planned_on"]) == (2, "dgx-h100")
+    shape = {"num_ranks": 4, "num_tokens": 40, "hidden": 128, "num_experts": 8, "top_k": 3, "num_sms": [16]}
+    plan = weft.plan(dataclasses.replace(PRESETS["dgx-h100"], ranks_per_domain=2), **shape)
+    planned = {call.op: call.time_us for call in plan.calls if call.dtype == "bf16"}
+    assert plan.num_domains == 2
+    assert [row["planned_us"] for row in calls] == [planned["dispatch"], *[planned["combine"]] * 2, None]
+    table = CliRunner().invoke(app, ["bench", *SMALL[:-1], *flags])
+    assert "2 nodes of 2 ranks, all on this machine: no network was there" in table.output
+    assert "planned" in table.output
+
+
+def test_without_nodes_nothing_crosses_and_nothing_is_planned() -> None:
+    """Ranks that are threads give the same results."""
+    calls = bench("--ranks", "2", "--isolation", "thread", "--device", "cpu")[2:]
+    assert {row["library"] for row in calls} == {"weft"}
+    assert {(row["nodes"], row["network_bytes"], row["planned_us"]) for row in calls} == {(1, None, None)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--nodes", "3", "--ranks", "4"], "nodes=3: allowed are divisors of ranks=4"),
+        (["--nodes", "2", "--baseline"], "nodes=2: the baseline is of ranks that are processes on one node"),
+        (["--isolation", "thread", "--baseline"], "isolation='thread': the baseline"),
+        (["--preset", "dgx-h101"], "dgx-h101"),
+        (["--nodes", "2", "--deep-ep"], "--nodes: only where calls of one shape are timed"),
+        (["--nodes", "2", "--suite", "targets"], "--nodes: only where calls of one shape are timed"),
+        (["--preset", "dgx-h100", "--control"], "--preset: only where calls of one shape are timed"),
+    ],
+)
+def test_flags_of_nodes_that_are_refused(flags: list[str], named: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *SMALL, "--device", "cpu", *flags])
+    assert result.exit_code == 2, result.output
+    assert named in rows_of(result.stdout)[-1]["text"]

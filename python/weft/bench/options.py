@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from weft.bench.cases import EXPERTS, HIDDEN, ONE_SHAPE, SUITES, TOKENS, Case
 from weft.errors import InvalidArgument
@@ -12,7 +12,12 @@ from weft.errors import InvalidArgument
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One shape and how to time it. `capacity`: as in dispatch; masked takes twice the mean load if it is None."""
+    """One shape and how to time it.
+
+    `capacity`: as in dispatch; masked takes twice the mean load if it is None. `nodes`: of equal size, that the ranks
+    are in (docs/protocols/nodes.md); 1: none. `isolation`: "process", "thread", or "auto": threads where ranks of nodes
+    share a GPU. `preset`: the machine of which `weft plan` says a time for each call.
+    """
 
     ranks: int = 4
     tokens: int = 1024
@@ -34,10 +39,23 @@ class Options:
     num_sms: int | None = None
     mode: str = "auto"
     baseline: bool = True
+    nodes: int = 1
+    isolation: Literal["auto", "process", "thread"] = "auto"
+    preset: str | None = None
+
+    @property
+    def node_ranks(self) -> int | None:
+        """As in ExpertParallel."""
+        return self.ranks // self.nodes if self.nodes > 1 else None
 
     def complete(self) -> Options:
         """The same with a trace's experts, top_k and routing, and a capacity for masked. Raises InvalidArgument."""
         options = self
+        if self.nodes < 1 or self.ranks % self.nodes:
+            raise InvalidArgument(f"nodes={self.nodes}: allowed are divisors of ranks={self.ranks}")
+        if self.baseline and (self.nodes > 1 or self.isolation == "thread"):
+            what = f"nodes={self.nodes}" if self.nodes > 1 else f"isolation={self.isolation!r}"
+            raise InvalidArgument(f"{what}: the baseline is of ranks that are processes on one node; add --no-baseline")
         if self.trace is not None:
             from weft.verify.cases import loaded_trace
 
@@ -94,6 +112,8 @@ class SuiteOptions:
     iters: int = 100
     warmup: int = 5
     baseline: bool = True
+    node_ranks: ClassVar[None] = None
+    isolation: ClassVar[str] = "process"
 
     def __post_init__(self) -> None:
         for suite in self.suites:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import statistics
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from weft.bench.cases import Case
 from weft.bench.options import Options, SuiteOptions
 
-__all__ = ["run_cases", "slowest", "times"]
+__all__ = ["isolation_of", "run_cases", "slowest", "times"]
 
 Row = dict[str, Any]
 
@@ -27,7 +28,10 @@ def run_cases(
     import weft
     from weft.bench.worker import run_rank
 
-    barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
+    isolation = isolation_of(options)
+    barrier: Any = threading.Barrier(options.ranks)
+    if isolation == "process":
+        barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     error: BaseException | None = None
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
@@ -37,6 +41,7 @@ def run_cases(
                 num_ranks=options.ranks,
                 args=(chosen, options, barrier, store.port, Path(folder)),
                 device=options.device,
+                isolation=isolation,
                 placement=options.placement,
             )
         except BaseException as caught:  # noqa: BLE001  the caller raises it
@@ -44,6 +49,17 @@ def run_cases(
         files = [Path(folder) / f"rank{rank}.jsonl" for rank in range(options.ranks)]
         lines = [file.read_text(encoding="utf-8").splitlines() if file.exists() else [] for file in files]
     return [[json.loads(line) for line in step] for step in zip(*lines, strict=False)], error
+
+
+def isolation_of(options: Options | SuiteOptions) -> str:
+    """Of weft.spawn: nodes whose ranks share a GPU are threads, since as processes they would take turns."""
+    if options.isolation != "auto":
+        return options.isolation
+    if options.device == "cpu" or options.node_ranks is None:
+        return "process"
+    import torch
+
+    return "thread" if 0 < torch.cuda.device_count() < options.ranks else "process"
 
 
 def slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:

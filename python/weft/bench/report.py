@@ -15,8 +15,9 @@ from pathlib import Path
 from weft.bench.cases import Case
 from weft.bench.facts import cpu_name, machine_facts
 from weft.bench.options import Options, one_shape
-from weft.bench.ranks import Row, run_cases, times
-from weft.bench.rows import row_bytes, traffic
+from weft.bench.planned import planned
+from weft.bench.ranks import Row, isolation_of, run_cases, times
+from weft.bench.rows import between_nodes, row_bytes, traffic
 from weft.machine import where
 
 _IMPORT_CODE = """import sys, time
@@ -45,6 +46,7 @@ def run(options: Options) -> Report:
     Raises InvalidArgument, Unsupported, or weft.verify.check.Mismatch naming the library whose result is wrong.
     """
     options = options.complete()
+    planned(options, one_shape(options)[0])  # refuses an unknown machine before ranks start
     where.say("start-up time")
     load_average = os.getloadavg()[0]
     import_s = _import_seconds()
@@ -77,7 +79,8 @@ def run(options: Options) -> Report:
     rows: list[Row] = []
     for note in by_kind["case"]:
         rows += _rows_of(options, chosen[note[0]["number"]], note, baselines, copy_rate, ranks[0]["device"])
-    return Report(_machine(ranks, copies, copy_rate, load_average), startup, tuple(rows))
+    machine = _machine(ranks, copies, copy_rate, load_average) | {"isolation": isolation_of(options)}
+    return Report(machine, startup, tuple(rows))
 
 
 def _rows_of(
@@ -95,10 +98,11 @@ def _rows_of(
 
     mine, theirs = measured(note), None if other is None else measured(other)
     ratio = None if theirs is None else theirs["time_us"] / mine["time_us"]
+    mine |= planned(options, case) | between_nodes(case, note[0], mine["time_us"])
     rows = [{**common, "library": "weft", "source": case.source, **mine, "ratio_vs_all_to_all": ratio}]
     if theirs is not None and case.source != "ordinary":
-        library = {"library": "all_to_all_single", "source": None}
-        rows.append({**common, **library, **theirs, "ratio_vs_all_to_all": 1.0})
+        library = {"library": "all_to_all_single", "source": None, "planned_on": None, "planned_us": None}
+        rows.append({**common, **library, **theirs, **between_nodes(case, {}, 0.0), "ratio_vs_all_to_all": 1.0})
     return rows
 
 
@@ -109,7 +113,7 @@ def _with_mean(note: list[Row]) -> Row:
 
 def _shape(options: Options) -> Row:
     names = ("ranks", "tokens", "hidden", "experts", "top_k", "dtype", "layout", "alignment", "quantize", "capacity")
-    more = ("routing", "seed", "iters", "warmup", "num_sms", "mode")
+    more = ("routing", "seed", "iters", "warmup", "num_sms", "mode", "nodes")
     return {name: getattr(options, name) for name in (*names, *more)}
 
 

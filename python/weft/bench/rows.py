@@ -7,7 +7,7 @@ from __future__ import annotations
 from weft.bench.cases import Case
 from weft.bench.ranks import Row
 
-__all__ = ["row_bytes", "traffic"]
+__all__ = ["between_nodes", "row_bytes", "traffic"]
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _SCALE_BYTES = {"none": 0, "fp8": 4, "fp8_ue8m0": 1}  # of a scale, of 128 values each
@@ -31,3 +31,11 @@ def traffic(case: Case, note: Row, time_us: float) -> Row:
         found[f"{name}_bytes"] = max(rows) * sum(row_bytes(case))
         found[f"{name}_gb_per_s"] = found[f"{name}_bytes"] / time_us / 1e3
     return found
+
+
+def between_nodes(case: Case, note: Row, time_us: float) -> Row:
+    """Bytes to other nodes, of the rank that sends most: a row a token and node; null without nodes."""
+    rows = note.get("network_rows")
+    num_bytes = None if rows is None else max(rows) * sum(row_bytes(case))
+    rate = None if num_bytes is None else num_bytes / time_us / 1e3
+    return {"network_bytes": num_bytes, "network_gb_per_s": rate}

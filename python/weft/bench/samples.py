@@ -17,6 +17,7 @@ from torch import Tensor
 import weft
 from weft import reference, routing
 from weft.bench.cases import ONE_SHAPE, Case
+from weft.engine import to_host
 from weft.verify.cases import loaded_trace
 from weft.verify.check import DTYPES, Mismatch, expect_equal
 
@@ -48,8 +49,9 @@ class Traffic:
 class Samples:
     """Inputs of this rank and expected results, for one shape, T and routing at a time."""
 
-    def __init__(self, comm: weft.Communicator, seed: int) -> None:
+    def __init__(self, comm: weft.Communicator, seed: int, node_ranks: int | None = None) -> None:
         self.rank, self.num_ranks, self.device, self.seed = comm.rank, comm.num_ranks, comm.device, seed
+        self.node_ranks = node_ranks  # sums are of nodes, one by one
         self._workload: Any = None
         self._sums: dict[Any, Tensor] = {}  # of all workloads: the reference takes seconds for them
 
@@ -98,6 +100,17 @@ class Samples:
         owners = [torch.where(ids >= 0, ids // self.num_local, -1) for ids in self.ids]
         return Traffic([[int((own == d).any(dim=1).sum()) for d in range(self.num_ranks)] for own in owners])
 
+    def network_rows(self) -> list[int] | None:
+        """To other nodes, of each rank: a row crosses once a node. None without nodes."""
+        if self.node_ranks is None:
+            return None
+        rows = []
+        for rank, ids in enumerate(self.ids):
+            nodes = torch.where(ids >= 0, ids // (self.num_local * self.node_ranks), -1)
+            others = set(range(self.num_ranks // self.node_ranks)) - {rank // self.node_ranks}
+            rows.append(sum(int((nodes == node).any(dim=1).sum()) for node in others))
+        return rows
+
     def x(self, rows: str) -> _Rows:
         """This rank's x [T, H]: "bf16", of the case's dtype, or "fp8": quantised, with a scale per 128."""
         return self._input(rows)[0]
@@ -112,9 +125,9 @@ class Samples:
         x = self._random((len(self.ids[rank]), self.shape.hidden), rank)
         x = x if whole else self.cut(x)
         if rows == "bf16":
-            return x if whole else x.cpu()
+            return x if whole else to_host(x)
         data, scales = reference.quantize_fp8(x)
-        return weft.Quantized(data, scales) if whole else weft.Quantized(data.cpu(), scales.cpu())
+        return weft.Quantized(data, scales) if whole else weft.Quantized(to_host(data), to_host(scales))
 
     def _random(self, shape: tuple[int, ...], number: int) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(self.seed * 1009 + number)
@@ -161,8 +174,9 @@ class Samples:
 
         key = (self._workload, case.layout, case.alignment, case.wire, case.capacity)
         if key not in self._sums:
-            sampled = [self.cut(whole(rank)).cpu() for rank in range(self.num_ranks)]
-            self._sums[key] = reference.combine(sampled, expected, wire=case.wire)[self.rank]
+            sampled = [to_host(self.cut(whole(rank))) for rank in range(self.num_ranks)]
+            sums = reference.combine(sampled, expected, wire=case.wire, sum_domain=self.node_ranks)
+            self._sums[key] = sums[self.rank]
         return whole(self.rank), self._sums[key]
 
     # ---- checks; all raise weft.verify.check.Mismatch
@@ -222,6 +236,19 @@ class Samples:
     def cut(self, rows: Tensor) -> Tensor:
         """The sampled columns."""
         return _bytes(rows).index_select(-1, self.columns.to(rows.device)).view(rows.dtype)
+
+
+def parts_of(x: _Rows) -> list[Tensor]:
+    """Rows, with their scales if they have any."""
+    return [x] if isinstance(x, Tensor) else [part for part in (x.data, x.scales) if part is not None]
+
+
+def result_bytes(received: weft.Dispatched | None) -> int:
+    """Of the tensors that a dispatch returned."""
+    if received is None:
+        return 0
+    parts = (*parts_of(received.x), received.topk_idx, received.topk_weights, received.num_tokens_per_expert)
+    return sum(part.nbytes for part in (*parts, received.offsets) if part is not None)
 
 
 def _bytes(part: Tensor) -> Tensor:

@@ -46,8 +46,8 @@ def time_calls(
     The boundaries lie between calls, so that the time in which a GPU waits for its host is in the figures too.
     """
     on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(device)
+    if on_gpu:  # ranks may be threads: the host waits for its own stream alone
+        torch.cuda.current_stream(device).synchronize()
     meet()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(iters + 1 if on_gpu else 0)]
     for _ in range(warmup):
@@ -63,7 +63,7 @@ def time_calls(
             events[idx + 1].record()
     if not on_gpu:
         return Times(host_us, host_us)
-    torch.cuda.synchronize(device)
+    torch.cuda.current_stream(device).synchronize()
     return Times([a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)], host_us)
 
 

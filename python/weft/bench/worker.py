@@ -20,7 +20,7 @@ from weft.bench.baselines import Baselines, with_baseline
 from weft.bench.cases import CALLS_IN_GRAPH, EXPERTS, ONE_SHAPE, Case
 from weft.bench.grouped_gemm import Experts
 from weft.bench.options import Options, SuiteOptions
-from weft.bench.samples import Samples
+from weft.bench.samples import Samples, parts_of, result_bytes
 from weft.bench.small_worker import small_calls
 from weft.bench.timing import PROFILED, profile_calls, time_calls, time_copies, time_replays
 from weft.limits import default_heap_bytes
@@ -66,7 +66,7 @@ class Worker:
     def __init__(self, comm: weft.Communicator, options: Options | SuiteOptions, meeting: Meeting) -> None:
         self.comm, self.options, self.meeting = comm, options, meeting
         self.on_gpu = comm.device.type == "cuda"
-        self.samples = Samples(comm, options.seed)
+        self.samples = Samples(comm, options.seed, options.node_ranks)
         self.objects: dict[Any, weft.ExpertParallel] = {}
         self.experts: Experts | None = None
         self.step_y: Tensor | None = None
@@ -85,6 +85,7 @@ class Worker:
                 dtype=DTYPES[case.dtype],
                 heap_bytes=self.heap_bytes(case),
                 deadline_s=_DEADLINE_S,
+                node_ranks=self.options.node_ranks,
             )
         return self.objects[key]
 
@@ -92,6 +93,12 @@ class Worker:
         """What ExpertParallel takes by itself, given in so many words, so that it can be subtracted."""
         shape = (self.comm.num_ranks, case.top_k, case.hidden, max(1, case.tokens))
         return default_heap_bytes(*shape, DTYPES[case.dtype])
+
+    def settle(self) -> None:
+        """Wait for this rank's calls. Where ranks are threads of a GPU, copies to the host must not wait for them: they
+        take turns, and so would hold up a rank that others wait for."""
+        if self.on_gpu:
+            torch.cuda.current_stream(self.comm.device).synchronize()
 
     def measure_memory(self) -> dict[str, Any]:
         """GPU memory that constructing an object of the suites takes, beside the heap."""
@@ -163,6 +170,7 @@ class Worker:
             "out_rows": traffic.out_rows(),
             "in_rows": traffic.in_rows(),
             "logical_rows": traffic.logical_rows(),
+            "network_rows": self.samples.network_rows(),
         }
 
     def is_profiled(self, case: Case) -> bool:
@@ -223,9 +231,10 @@ class Worker:
             received.append(dispatch())
 
         call()
-        for part in _parts(received[0].x):
+        for part in parts_of(received[0].x):
             poison(part)
         call()
+        self.settle()
         if case.is_cached:
             want = self.samples.expected(case)[self.comm.rank]
             self.samples.check_rows(received[0].x, want.x, int(want.num_rows))
@@ -260,6 +269,7 @@ class Worker:
         call()
         poison(y[0])
         call()
+        self.settle()
         self.samples.check_y(y[0], want)
         self.note_memory(ep, received[0], y[0])
         yield call
@@ -278,6 +288,7 @@ class Worker:
         call()
         poison(y[0])
         call()
+        self.settle()
         self.samples.check_y(y[0], want)
         self.note_memory(ep, None, y[0])
         yield call
@@ -310,20 +321,8 @@ class Worker:
             ep.close()
 
 
-def _parts(x: Tensor | weft.Quantized) -> list[Tensor]:
-    return [x] if isinstance(x, Tensor) else [part for part in (x.data, x.scales) if part is not None]
-
-
 def _nothing() -> None:
     """Stands in for a call that could not be prepared."""
-
-
-def result_bytes(received: weft.Dispatched | None) -> int:
-    """Of the tensors that a dispatch returned."""
-    if received is None:
-        return 0
-    parts = (*_parts(received.x), received.topk_idx, received.topk_weights, received.num_tokens_per_expert)
-    return sum(part.nbytes for part in (*parts, received.offsets) if part is not None)
 
 
 def run_rank(

@@ -43,6 +43,10 @@ _ELASTIC_HELP = """Time ranks that come and go: --iters groups (10) take a warm 
 with and without a spare, let one go, and work on while a new process starts and joins."""
 _DEEP_EP_HELP = "Time the calls of weft.deep_ep beside Weft's own: host time a call."
 _PLOT_HELP = "Draw the suite's bandwidth against SMs and T (png, pdf, svg; needs matplotlib)."
+_NODES_HELP = "The ranks are in so many nodes of equal size, though on one machine; see docs/benchmarking.md."
+_ISOLATION_HELP = "Ranks as processes or threads; auto: processes, but threads where ranks of nodes share a GPU."
+_PRESET_HELP = "Print what `weft plan` says of this machine beside each time."
+_ONE_SHAPE_FLAGS = {"nodes": "--nodes", "isolation": "--isolation", "machine": "--preset"}
 # Flags that make `weft bench --device cuda` time this one shape.
 _SHAPE_FLAGS = [
     "tokens",
@@ -57,6 +61,8 @@ _SHAPE_FLAGS = [
     "routing",
     "num_sms",
     "mode",
+    "nodes",
+    "machine",
 ]
 
 
@@ -88,6 +94,11 @@ def bench(
         Literal["auto", "throughput", "latency"], typer.Option("--mode", metavar="NAME", help=_MODE_HELP)
     ] = "auto",
     baseline: Annotated[bool, typer.Option(help="Time all_to_all_single doing the same job too.")] = True,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help=_NODES_HELP)] = 1,
+    isolation: Annotated[
+        Literal["auto", "process", "thread"], typer.Option("--isolation", metavar="NAME", help=_ISOLATION_HELP)
+    ] = "auto",
+    machine: Annotated[str | None, typer.Option("--preset", metavar="NAME", help=_PRESET_HELP)] = None,
     suite: Annotated[str | None, typer.Option("--suite", help=_SUITE_HELP)] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help=_PLOT_HELP)] = None,
     who_is_late: Annotated[bool, typer.Option("--who-is-late", help=_LATE_HELP)] = False,
@@ -109,6 +120,10 @@ def bench(
     """Time dispatch, combine and both; results are checked first."""
     with command_output(json_lines=json) as output:
         given = {name for name in ctx.params if _is_given(ctx, name)}
+        is_shape = not (control or elastic or who_is_late or deep_ep or suite is not None)
+        for name, flag in _ONE_SHAPE_FLAGS.items():
+            if name in given and not is_shape:
+                raise InvalidArgument(f"{flag}: only where calls of one shape are timed")
         if control:
             run_control(output, ranks, iters if "iters" in given else 10, device, hosts)
             return
@@ -149,7 +164,10 @@ def bench(
             warmup=warmup,
             num_sms=num_sms,
             mode=mode,
-            baseline=baseline and not asks_else,
+            baseline=baseline and not asks_else and ("baseline" in given or (nodes == 1 and isolation != "thread")),
+            nodes=nodes,
+            isolation=isolation,
+            preset=machine,
         )
         from weft.verify.check import Mismatch
 
@@ -188,12 +206,28 @@ def _bench(output: Output, chosen: Options) -> None:
         f"{shape['iters']} calls"
     )
     output.text(f"placement {machine['placement']}: CPUs {'; '.join(machine['rank_cpus'])}")
+    columns: tuple[str, ...] = _COLUMNS
     cells = [_cells(row) for row in report.rows]
-    output.table("slowest rank; results were compared with the reference first", _COLUMNS, cells, spare=(7, 4, 3, 6))
+    if chosen.nodes > 1 or chosen.preset is not None:
+        columns = (*columns[:3], "planned us", "network MB", "network GB/s", *columns[3:])
+        cells = [(*row[:3], *more, *row[3:]) for row, more in zip(cells, map(_more_cells, report.rows), strict=True)]
+    spare = tuple(map(columns.index, ("result MB", "wire MB", "host us", "logical GB/s")))
+    output.table("slowest rank; results were compared with the reference first", columns, cells, spare=spare)
+    if chosen.nodes > 1:
+        output.text(f"{chosen.nodes} nodes of {chosen.node_ranks} ranks, all on this machine: no network was there")
     output.text(
         f"memory copy, all ranks at once: {machine['memory_copy_gb_per_s']:.2f} GB/s; "
         f"start-up: import {startup['import_s']:.2f} s, ranks {startup['start_s']:.2f} s, "
         f"first call {startup['first_call_s']:.2f} s"
+    )
+
+
+def _more_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    planned_us, num_bytes = row["planned_us"], row["network_bytes"]
+    return (
+        "" if planned_us is None else f"{planned_us:.0f}",
+        "" if num_bytes is None else f"{num_bytes / 1e6:.2f}",
+        "" if num_bytes is None else f"{row['network_gb_per_s']:.2f}",
     )
 
 
