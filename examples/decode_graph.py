@@ -17,10 +17,11 @@ import weft
 
 
 class Decoder:
-    """A layer's experts, and the window that all batch sizes share. `window`: more options of ExpertParallel."""
+    """A layer's experts, and the window that all batch sizes share. `mode`: of all calls; `window`: more options of
+    ExpertParallel."""
 
-    def __init__(self, comm, options, **window):
-        self.comm, self.options = comm, options
+    def __init__(self, comm, options, mode="latency", **window):
+        self.comm, self.options, self.mode = comm, options, mode
         self.num_local = options.experts // comm.num_ranks
         self.ep = weft.ExpertParallel(
             comm,
@@ -43,7 +44,7 @@ class Decoder:
         """Of a dispatch of so many tokens a rank: equal on all ranks."""
         tokens = self.comm.num_ranks * num_tokens
         mean = -(-tokens * self.options.top_k // self.options.experts)
-        return {"layout": "masked", "capacity": min(tokens, 4 * mean + 8), "max_tokens": num_tokens, "mode": "latency"}
+        return {"layout": "masked", "capacity": min(tokens, 4 * mean + 8), "max_tokens": num_tokens, "mode": self.mode}
 
 
 class Batch:
@@ -72,7 +73,7 @@ class Batch:
         """-> y [T, H]."""
         ep = self.decoder.ep
         r = ep.dispatch(self.x, self.idx, self.weights, **self.call_options)
-        return ep.combine(self.decoder.experts(r.x), r.handle, mode="latency")
+        return ep.combine(self.decoder.experts(r.x), r.handle, mode=self.decoder.mode)
 
     def capture(self):
         """Nothing runs; warmup() and one step have prepared what capturing must not."""

@@ -28,6 +28,13 @@ def isolation(options):
     return "thread" if options.on_gpu and torch.cuda.device_count() < options.ranks else "process"
 
 
-def nodes(comm, node_ranks):
-    """-> options of weft.ExpertParallel: nodes of so many ranks; GPUs have none yet, but add as they would."""
-    return {"node_ranks" if comm.engine == "cpu" else "sum_domain": node_ranks}
+def ranks_for_nodes():
+    """-> how many for two nodes: one on each of several GPUs, four that share one."""
+    num_gpus = torch.cuda.device_count()
+    return 4 if num_gpus < 2 else min(num_gpus // 2 * 2, 4)
+
+
+def in_and_without_nodes(num_ranks):
+    """-> options of weft.ExpertParallel: ranks in two nodes, and on one that adds in the same order."""
+    node_ranks = -(-num_ranks // 2)  # the second may have one fewer
+    return {"node_ranks": node_ranks}, {"sum_domain": node_ranks}

@@ -1,14 +1,14 @@
 """A mixture-of-experts layer, trained with its ranks in two nodes: python examples/train_two_nodes.py
 
 A row crosses to the other node once, however many of its experts are there, and goes on to them inside the node. Going
-back, each node adds what its ranks made of a token, and one sum crosses. Here both nodes are on this machine. The same
-layer is trained without nodes, too, with sums in the same order (`sum_domain`): its losses must be the same in every
-bit.
+back, each node adds what its ranks made of a token, and one sum crosses. Here both nodes are on this machine: ranks are
+processes, or threads where they share a GPU; there an SM of each rank is the network. The same layer is trained without
+nodes, too, with sums in the same order (`sum_domain`): its losses must be the same in every bit.
 """
 
 import torch
 from moe_layer import MoE
-from options import isolation, nodes, parse
+from options import in_and_without_nodes, isolation, parse, ranks_for_nodes
 
 import weft
 
@@ -43,19 +43,17 @@ def train(comm, options, window):
 
 def both(comm, options):
     """-> losses in nodes, and without."""
-    node_ranks = -(-comm.num_ranks // 2)  # the second may have one fewer
-    return [train(comm, options, window) for window in (nodes(comm, node_ranks), {"sum_domain": node_ranks})]
+    return [train(comm, options, window) for window in in_and_without_nodes(comm.num_ranks)]
 
 
-ON_GPU = {"ranks": 4, "steps": 60, "tokens": 512, "hidden": 1024, "width": 1024, "experts": 16, "top-k": 4}
-ON_CPU = ON_GPU | {"tokens": 128, "hidden": 256, "width": 256}
+ON_GPU = {"ranks": ranks_for_nodes(), "steps": 60, "tokens": 512, "hidden": 1024, "width": 1024}
+ON_GPU |= {"experts": 16, "top-k": 4}
+ON_CPU = ON_GPU | {"ranks": 4, "tokens": 128, "hidden": 256, "width": 256}
 
 
 def main():
     """Start the ranks, print their losses."""
     options = parse(__doc__, ON_GPU, ON_CPU, "Rows go over rings between the nodes, as over a network.")
-    if options.on_gpu:
-        print("On GPUs there are no nodes yet: both trainings are on one, with the sums of two.")
     found = weft.spawn(
         both, num_ranks=options.ranks, args=(options,), device=options.device, isolation=isolation(options)
     )
