@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from weft.env import set_among
 from weft.machine import topology
-from weft.machine.doctor import cpu, deep_ep, gpu, memory, network, pcie, process, settings, software
+from weft.machine.doctor import cpu, deep_ep, gpu, memory, network, pcie, process, scaleout, settings, software
 from weft.machine.doctor.model import Answer, Check, Facts, Finding, skip
 from weft.machine.redact import VARIABLES, redact
 
@@ -22,6 +22,7 @@ CHECKS: tuple[Check, ...] = (
     *memory.CHECKS,
     *pcie.CHECKS,
     *network.CHECKS,
+    *scaleout.CHECKS,
     *settings.CHECKS,
 )
 
