@@ -168,7 +168,16 @@ def test_what_is_broken_is_found(check: str, status: str, words: str, changes: d
 
 def test_every_check_that_can_complain_of_a_recording_was_seen_complaining() -> None:
     of_this_process = {"python", "torch", "nvrtc", "native-module", "memfd", "unix-socket", "pidfd", "ptrace"}
-    of_this_process |= {"kernel-cache", "left-over", "conflicts", "deep-ep", "nccl", "rdma-core", "doorbells"}
+    of_this_process |= {
+        "kernel-cache",
+        "left-over",
+        "conflicts",
+        "deep-ep",
+        "nccl",
+        "rdma-core",
+        "congestion",
+        "doorbells",
+    }
     never = {"allowed-cpus", "smt", "huge-pages", "multicast", "nics", "left-out"}  # they only tell
     assert {check.name for check in CHECKS} - of_this_process - never == {name for name, *_ in BROKEN}
 

@@ -79,3 +79,22 @@ def test_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (found.status, found.fix) == ("fail", "weft scaleout fetch")
     monkeypatch.setenv("WEFT_CACHE_DIR", "")
     assert finding("nccl", MLX5).status == "ok"
+
+
+def test_congestion(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both ends must be on, for one priority at least."""
+    interfaces = sorted(name for nic in MLX5.used_nics for name in nic.netdevs)
+    assert len(interfaces) == 4
+    monkeypatch.setattr(scaleout, "_INTERFACES", tmp_path)
+    assert finding("congestion", MLX5).status == "n/a"  # another driver
+    for name in interfaces:
+        for end in ("roce_np", "roce_rp"):
+            (tmp_path / name / "ecn" / end / "enable").mkdir(parents=True)
+            for priority in range(8):
+                on = priority == 3 or (priority == 5 and end == "roce_np")
+                (tmp_path / name / "ecn" / end / "enable" / str(priority)).write_text(f"{int(on)}\n")
+    assert finding("congestion", MLX5).found == "ECN for priority 3 on 4 interfaces"
+    (tmp_path / interfaces[1] / "ecn" / "roce_rp" / "enable" / "3").write_text("0\n")
+    found = finding("congestion", MLX5)
+    assert (found.status, found.found) == ("warn", f"ECN is off for all priorities: {interfaces[1]}")
+    assert f"/sys/class/net/{interfaces[1]}/ecn/" in found.fix

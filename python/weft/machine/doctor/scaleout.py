@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ __all__ = ["CHECKS"]
 _RECORDED = "a recording: says nothing of this process"
 _NO_RDMA = "no RDMA device"
 _PARAMETERS = Path("/proc/driver/nvidia/params")
+_INTERFACES = Path("/sys/class/net")
 # By name: the file that was loaded, which is called after the version; null: it does not load.
 _LIBRARIES = """
 import ctypes, json
@@ -103,8 +105,35 @@ def _doorbells(facts: Facts) -> Iterable[Answer]:
     ]
 
 
+def _ecn_priorities(interface: str) -> list[int] | None:
+    """For which both ends of the NIC's congestion control are on; None where it has no such switches."""
+    ends = [_INTERFACES / interface / "ecn" / end / "enable" for end in ("roce_np", "roce_rp")]
+    if not all(end.is_dir() for end in ends):
+        return None
+    on = [{int(file.name) for file in end.iterdir() if file.read_text().strip() == "1"} for end in ends]
+    return sorted(on[0] & on[1])
+
+
+def _congestion(facts: Facts) -> Iterable[Answer]:
+    if not facts.live:
+        return [skip(_RECORDED)]
+    interfaces = sorted({name for nic in facts.used_nics if nic.kind == "roce" for name in nic.netdevs})
+    found = {name: _ecn_priorities(name) for name in interfaces}
+    known = {name: on for name, on in found.items() if on is not None}
+    if not known:
+        return [skip("no RoCE device whose driver shows its congestion control")]
+    without = [name for name, on in known.items() if not on]
+    if without:
+        cost = "PFC alone stops senders, and those behind them"
+        fix = "; ".join(f"echo 1 | sudo tee /sys/class/net/{name}/ecn/roce_{{np,rp}}/enable/3" for name in without)
+        return [warn(f"ECN is off for all priorities: {', '.join(without)}", cost=cost, fix=fix)]
+    groups = Counter(", ".join(map(str, on)) for on in known.values())
+    return [ok("; ".join(f"ECN for priority {on} on {count} interfaces" for on, count in groups.items()))]
+
+
 CHECKS = (
     Check("scaleout", "nccl", "Rows between machines will go by NCCL's device code, which old versions lack.", _nccl),
     Check("scaleout", "rdma-core", "NCCL opens NICs with libibverbs and the library of their vendor.", _rdma_core),
+    Check("scaleout", "congestion", "On RoCE marks of switches slow senders before queues are full.", _congestion),
     Check("scaleout", "doorbells", "A GPU that posts by itself writes to a register of the NIC.", _doorbells),
 )
