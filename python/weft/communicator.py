@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from weft.call.window import Window, WindowSpec, released_on_error
 from weft.errors import InvalidArgument, InvalidState, rank_list
-from weft.group.changes import Changes
+from weft.group.collective_changes import CollectiveChanges
 from weft.group.joining import positive_seconds
 from weft.group.membership import Change, Membership
 from weft.group.turns import Process, first_line
@@ -47,7 +47,7 @@ class Topology:
         return local.machine_here()
 
 
-class Communicator(Changes):
+class Communicator(CollectiveChanges):
     """A group of ranks; with `max_ranks` others may join it and leave. Make one with `from_process_group`, `from_env`,
     `join` or inside `weft.spawn`; use it as a context manager.
 

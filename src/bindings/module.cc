@@ -195,6 +195,8 @@ void bind_changes(nb::class_<Communicator>& communicator) {
             return tuple_of(wanted);
           },
           "timeout_s"_a)
+      .def("show_stage", &Communicator::show_stage, "epoch"_a, "number"_a, "stage"_a)
+      .def("stages", &Communicator::stages, "epoch"_a, "number"_a, "ranks"_a)
       .def(
           "ready", [](Communicator& comm, double timeout_s) { comm.ready(deadline_after_s(timeout_s), signal_poll()); },
           "timeout_s"_a, nb::call_guard<ReleasedGil>())

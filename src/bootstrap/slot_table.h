@@ -2,6 +2,7 @@
 // docs/protocols/joining.md.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -13,12 +14,21 @@
 
 namespace weft {
 
+// How far a rank is in a collective change, which it has begun in `epoch` as its call `number` there.
+struct ChangeStage {
+  uint32_t epoch = 0;
+  uint32_t number = 0;
+  uint32_t stage = 0;   // 0: in none; 1: it wants nothing any more; 2: nobody does, and it stands still in
+  uint32_t newest = 0;  // this epoch
+};
+
 // What a rank shows: it alone writes it.
 struct SlotCell {
   MembershipCell membership{};
   uint32_t installed = 0;  // the last epoch whose planned change it has carried out
   uint32_t reserved = 0;
   uint64_t next_window_id = 0;
+  std::array<ChangeStage, 2> changes{};  // the last one and the one before: nobody is further behind
 };
 static_assert(std::is_trivially_copyable_v<SlotCell> && sizeof(SlotCell) % sizeof(uint64_t) == 0);
 

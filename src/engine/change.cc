@@ -78,7 +78,7 @@ bool Communicator::is_solo() const { return elastic_ && elastic_->is_solo; }
 
 void Communicator::show_cell_locked() noexcept {
   Elastic& e = *elastic_;
-  e.shown = {membership_.cell(), e.installed, 0, e.next_window_id};
+  e.shown = {membership_.cell(), e.installed, 0, e.next_window_id, e.changes};
   [[maybe_unused]] const bool has_acked = e.shown.membership.acked_epoch > membership_.newest();
   WEFT_FAIL_POINT(has_acked ? "acknowledge.begun" : "cell.begun");
   e.group.slots().show(rank_, e.shown);

@@ -140,6 +140,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   WantedChange withdraw_change();
   // Waits until it is decided, or `deadline_ns`.
   WantedChange await_change(u64 deadline_ns, const Poll& poll);
+  // How far this rank is in a collective change, and of each of `ranks` its stage and epoch: ChangeStage.
+  void show_stage(u32 epoch, u32 number, u32 stage);
+  std::vector<std::pair<u32, u32>> stages(u32 epoch, u32 number, const std::vector<int>& ranks);
 
   // A newcomer says to all that it has made its objects. Error kInvalidState naming windows that the members have and it has not.
   void ready(u64 deadline_ns, const Poll& poll);

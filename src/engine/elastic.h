@@ -4,6 +4,7 @@
 
 #include <sys/types.h>
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -137,6 +138,7 @@ struct Elastic {
   // Shown in the cell; membership_mutex_.
   u32 installed = 0;
   u64 next_window_id = 1;
+  std::array<ChangeStage, 2> changes{};
   SlotCell shown;
 
  private:

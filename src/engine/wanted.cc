@@ -229,4 +229,26 @@ WantedChange Communicator::await_change(u64 deadline_ns, const Poll& poll) {
   }
 }
 
+void Communicator::show_stage(u32 epoch, u32 number, u32 stage) {
+  Elastic& e = elastic("change");
+  const std::lock_guard lock(membership_mutex_);
+  auto& [last, before] = e.changes;
+  if (last.epoch != epoch || last.number != number) before = last;
+  last = {epoch, number, stage, epoch_};
+  show_cell_locked();
+}
+
+std::vector<std::pair<u32, u32>> Communicator::stages(u32 epoch, u32 number, const std::vector<int>& ranks) {
+  Elastic& e = elastic("change");
+  std::vector<std::pair<u32, u32>> found(ranks.size());
+  for (size_t idx = 0; idx < ranks.size(); ++idx) {
+    const std::optional<SlotCell> cell = e.group.slots().look(ranks[idx]);
+    if (!cell) continue;
+    for (const ChangeStage& each : cell->changes) {
+      if (each.epoch == epoch && each.number == number) found[idx] = {each.stage, each.newest};
+    }
+  }
+  return found;
+}
+
 }  // namespace weft

@@ -15,7 +15,7 @@ from weft.group.maps import asked_contract
 from weft.group.membership import Change
 from weft.group.recovering import Recovering
 from weft.group.ticket import CHANGE_TIMEOUT_S, Ticket
-from weft.group.wishes import checked_ranks, left_of, number_of
+from weft.group.wishes import checked_ranks, number_of
 from weft.limits import MAX_SECONDS
 from weft.machine.placement import local
 from weft.machine.placement.model import Placement
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from weft.call.expert_map import ExpertMap
 
 __all__ = ["Changes"]
-
-_LOOK_S = 0.002  # between two looks at what is decided
-_DECIDE_S = 10.0  # behind the deadline of a change, for its withdrawal
 
 
 class Changes(Recovering):
@@ -289,71 +286,6 @@ class Changes(Recovering):
             if done is not None:
                 self._begin_epoch()
         self._hand_over(ended, done)
-
-    def change(
-        self,
-        admit: Iterable[int] = (),
-        remove: Iterable[int] = (),
-        suspend: Iterable[int] = (),
-        resume: Iterable[int] = (),
-        *,
-        expert_map: ExpertMap | None = None,
-        deadline_s: float = CHANGE_TIMEOUT_S,
-    ) -> Change:
-        """`propose` and the boundaries up to it, for who has no loop of steps. Collective among the active ranks, with
-        equal arguments, like `rebuild`.
-
-        Changes that were decided or proposed before are carried out on the way, at their boundaries; `on_change` tells
-        of them. If one of these has done all that is wanted, or has let this rank go, it is returned.
-
-        Raises:
-            As `propose` and `boundary`. PeerTimeout: somebody was not ready by the deadline; nothing has changed.
-        """
-        wanted = {
-            "admit": sorted(admit), "remove": sorted(remove), "suspend": sorted(suspend), "resume": sorted(resume)
-        }  # fmt: skip
-        end = time.monotonic() + positive_seconds("deadline_s", deadline_s)
-        if self._unsaid is not None:
-            self._hand_over_recovery()
-        last: Change | None = self.boundary(deadline_s) if self._is_kept() else None
-        epoch = self._native.epoch - (last is not None)  # in which the others have called it
-        name = f"change {epoch} {list(wanted.values())} {expert_map and expert_map.digest}"
-        if last is not None and (self._rank not in last.active or last.id == number_of(name)):
-            return last
-        ticket: Ticket | None = None
-        try:
-            while True:
-                left_s = max(end - time.monotonic(), 0.001)
-                if ticket is None and not self._is_undecided():
-                    if last is not None:
-                        wanted = left_of(wanted, self._active)
-                    if last is not None and expert_map is None and not any(wanted.values()):
-                        return last
-                    ticket = self.propose(*wanted.values(), expert_map=expert_map, id=name, deadline_s=left_s)
-                state, _, reason = self._native.await_change(_LOOK_S)
-                if self._is_change_due():
-                    last = self.boundary(left_s) or last
-                    if last is not None and (last.id == number_of(name) or self._rank not in last.active):
-                        return last
-                elif ticket is not None and state == "committed" and last is not None:
-                    return last
-                elif (ticket is not None and state == "withdrawn") or time.monotonic() > end + _DECIDE_S:
-                    text = f"rank {self._rank}: the change was not decided: {reason or state}"
-                    raise PeerTimeout("change", 0, (), text)
-                self._native.raise_if_broken()
-        except BaseException:
-            if ticket is not None and not self._closed:
-                ticket.withdraw()
-            raise
-
-    def _is_change_due(self) -> bool:
-        """Whether a decision waits for a boundary of this rank, or for its `recover`."""
-        epoch = self._native.epoch
-        return bool(self._native.map_hashes(epoch + 1, epoch + 1))
-
-    def _is_undecided(self) -> bool:
-        """An earlier proposal of this rank."""
-        return self._ticket is not None and self._ticket.state in ("preparing", "proposed")
 
     def leave(self, step: Callable[[], object] | None = None, *, deadline_s: float = CHANGE_TIMEOUT_S) -> Change:
         """Propose that this rank is let go, take part until then, and return; `close()` follows. `step`: this rank's
