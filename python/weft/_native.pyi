@@ -184,6 +184,8 @@ class CombineBuffers(_Buffers):
     num_rows: int
     weights: int
     owner_weights: int
+    owner_ids: int
+    owner_ids_are_int64: bool
     side: int
     bias: int
     out: int
@@ -251,7 +253,7 @@ class KnownCalls:
     ) -> tuple[Any, int, tuple[int, ...]] | None: ...
     def serve(self, calls: Any, of: dict[str, Any]) -> None: ...
     def dispatch(self, values: tuple[Any, ...], x: Any, topk_idx: Any, topk_weights: Any, handle: Any) -> Any: ...
-    def combine(self, values: tuple[Any, ...], y: Any, handle: Any, weights: Any, out: Any) -> Any: ...
+    def combine(self, values: tuple[Any, ...], y: Any, handle: Any, weights: Any, ids: Any, out: Any) -> Any: ...
     def learn(
         self,
         values: tuple[Any, ...],
@@ -332,6 +334,8 @@ class Window:
         side: int,
         side_out: int,
         owner_weights: int = 0,
+        owner_ids: int = 0,
+        owner_ids_are_int64: bool = False,
     ) -> None: ...
     def gradients(
         self,

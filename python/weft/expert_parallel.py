@@ -247,6 +247,7 @@ class ExpertParallel(Elastic, Reports, Lifetime):
         *,
         weighted: bool = True,
         weights: Tensor | None = None,
+        topk_idx: Tensor | None = None,
         side: Tensor | None = None,
         bias: Tensor | None = None,
         out: Tensor | None = None,
@@ -272,6 +273,8 @@ class ExpertParallel(Elastic, Reports, Lifetime):
             weighted: False: the plain sum in every layout.
             weights: [T, K] fp32, bf16 or fp16 of this rank's own tokens, with order="pick": in place of those that
                 dispatch was given. A pick of weight 0 is absent, whatever its row holds. No gradients.
+            topk_idx: [T, K] int64 or int32, beside weights: picks whose id is below 0 by now are absent, too, whatever
+                their weights are. Other ids are those of the dispatch.
             side: fp32, a float a row ([N], [L, C]; rank_major [N] or [N, K]), summed per (t, k); given on all ranks or
                 none. No gradients flow through it.
             side_lanes: "own": of each pick the value of the rank that has its expert. "all", rank_major alone: every
@@ -302,7 +305,7 @@ class ExpertParallel(Elastic, Reports, Lifetime):
             options = CombineOptions(
                 num_sms, deadline_s, mode, staged, async_op, window, weighted, wire, order, side_lanes
             )  # fmt: skip
-            if weights is not None:
+            if weights is not None or topk_idx is not None:
                 raise Unsupported("weights= of combine in compiled code", "a traced call", "a call outside")
             if order == "pick" and weighted:
                 check.check_received_weights(self._shape)
@@ -312,10 +315,10 @@ class ExpertParallel(Elastic, Reports, Lifetime):
             values = (num_sms, deadline_s, mode, staged, async_op, window, weighted, wire, order, side_lanes)
             found = None
             if side is None and bias is None:
-                found = self._eager.known.combine(values, expert_output, handle, weights, out)
+                found = self._eager.known.combine(values, expert_output, handle, weights, topk_idx, out)
                 if found is not None and type(found) is not tuple:
                     return found
-            return self._eager.combine(expert_output, handle, side, bias, out, values, weights, found)
+            return self._eager.combine(expert_output, handle, side, bias, out, values, weights, topk_idx, found)
         except Error as error:
             self.comm.note_refusal(error)
             raise

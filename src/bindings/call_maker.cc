@@ -323,6 +323,8 @@ nb::object CallMaker::make_sum(const Way& way, const Given& given, CallWindow& w
   args.recv_plan_len = routing.recv_plan_len();
   args.out = given.out.is_valid() ? given.out_at : address(total);
   args.owner_weights = given.owner_weights;
+  args.owner_ids = given.owner_ids;
+  args.owner_ids_are_int64 = given.owner_ids_are_int64;
   combine_unlocked(window, args);
   return total;
 }

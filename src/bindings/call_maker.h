@@ -31,7 +31,9 @@ struct Given {
   nanobind::handle y;               // of a combine
   i64 num_values = 0;               // of a combine: of y
   u64 owner_weights = 0;            // of a combine: their address
-  nanobind::handle out;             // of a combine: where its sum goes; null: to a tensor that is made
+  u64 owner_ids = 0;                // likewise
+  bool owner_ids_are_int64 = false;
+  nanobind::handle out;  // of a combine: where its sum goes; null: to a tensor that is made
   u64 out_at = 0;
 };
 

@@ -156,7 +156,7 @@ nb::object dispatch_again(CallWindow& window, const DispatchSpec& spec, u64 stre
 
 void combine_rows(CallWindow& window, const CombineSpec& spec, u64 stream, i64 num_tokens, u64 y, i64 num_rows,
                   u64 weights, u64 send_plan, u64 recv_plan, i64 recv_plan_len, u64 out, u64 bias, u64 side,
-                  u64 side_out, u64 owner_weights) {
+                  u64 side_out, u64 owner_weights, u64 owner_ids, bool owner_ids_are_int64) {
   CombineArgs args{spec, {}};
   args.stream = stream;
   args.num_tokens = num_tokens;
@@ -171,6 +171,8 @@ void combine_rows(CallWindow& window, const CombineSpec& spec, u64 stream, i64 n
   args.side = side;
   args.side_out = side_out;
   args.owner_weights = owner_weights;
+  args.owner_ids = owner_ids;
+  args.owner_ids_are_int64 = owner_ids_are_int64;
   combine_unlocked(window, args);
 }
 
@@ -282,7 +284,7 @@ void bind_calls(nb::module_& m) {
            "topk_idx"_a, "topk_weights"_a, "overflow"_a, "room"_a, "out_x"_a, "out_scales"_a)
       .def("combine_rows", &combine_rows, "spec"_a, "stream"_a, "num_tokens"_a, "y"_a, "num_rows"_a, "weights"_a,
            "send_plan"_a, "recv_plan"_a, "recv_plan_len"_a, "out"_a, "bias"_a, "side"_a, "side_out"_a,
-           "owner_weights"_a = 0)
+           "owner_weights"_a = 0, "owner_ids"_a = 0, "owner_ids_are_int64"_a = false)
       .def("gradients", &gradients, "stream"_a, "dtype"_a, "hidden"_a, "num_rows"_a, "rows"_a, "y"_a, "weights"_a,
            "out"_a, "grad_weights"_a, Guard())
       .def("empty", &empty, "shape"_a, "dtype"_a, "stream"_a = 0)

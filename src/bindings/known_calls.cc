@@ -50,15 +50,6 @@ struct KnownCall {
   std::shared_ptr<const Way> way;  // null: Python's side makes it
 };
 
-bool is_dense(const nb::dlpack::dltensor& tensor) {
-  i64 stride = 1;
-  for (i32 dim = tensor.ndim - 1; dim >= 0; --dim) {
-    if (tensor.shape[dim] != 1 && tensor.strides != nullptr && tensor.strides[dim] != stride) return false;
-    stride *= tensor.shape[dim];
-  }
-  return true;
-}
-
 // Option values are None, bool, int, float or str, which compare without running Python code. 1, 1.0 and True differ.
 bool is_same(PyObject* value, PyObject* other) {
   if (value == other) return true;
@@ -125,15 +116,16 @@ class KnownCalls {
     return call == nullptr ? nb::none() : made(*call, sight, given);
   }
 
-  // The same, without side and bias. `weights`: of the owner. What find() gives, it gives without `out` alone.
-  nb::object combine(const nb::tuple& values, nb::handle y, nb::handle handle, nb::handle weights,
+  // The same, without side and bias. `weights` and `ids`: of the owner. What find() gives, it gives without `out` alone.
+  nb::object combine(const nb::tuple& values, nb::handle y, nb::handle handle, nb::handle weights, nb::handle ids,
                      nb::handle out) const {
     if (maker_ == nullptr || !maker_->stands_alone()) return nb::none();
     Given given;
     given.handle = handle;
     given.fields = maker_->fields_of(handle);
     if (!given.fields.is_valid()) return nb::none();
-    for (const nb::handle each : {weights, out}) {
+    if (weights.is_none() && !ids.is_none()) return nb::none();
+    for (const nb::handle each : {weights, ids, out}) {
       if (!each.is_none() && !(maker_->is_tensor(each) && is_plain(each))) return nb::none();
     }
     const auto [origin, lead, num_tokens] = CallMaker::handled(given.fields);
@@ -143,7 +135,9 @@ class KnownCalls {
     const std::array<nb::handle, kMostTensors> tensors = {y, nb::none(), nb::none(), nb::none()};
     const KnownCall* call = look_for(values, maker_->kind_of_combine(!weights.is_none()), origin, lead, tensors, sight);
     if (call == nullptr || sight.types[0] == nullptr) return nb::none();
-    if (!weights.is_none() && !are_weights(weights, sight.tensors[0].device, given)) return nb::none();
+    const nb::dlpack::device& device = sight.tensors[0].device;
+    if (!weights.is_none() && !are_weights(weights, device, given)) return nb::none();
+    if (!ids.is_none() && !are_ids(ids, device, given)) return nb::none();
     given.y = y;
     given.num_values = 1;
     for (i32 dim = 0; dim < sight.tensors[0].ndim; ++dim) given.num_values *= sight.tensors[0].shape[dim];
@@ -239,12 +233,27 @@ class KnownCalls {
   // lets other threads in.
   bool are_weights(nb::handle weights, const nb::dlpack::device& device, Given& given) const {
     nb::dlpack::dltensor seen{};
-    if (api_->look_at(weights.ptr(), &seen) != 0) return PyErr_Clear(), false;
-    const bool is_fp32 = seen.dtype.code == static_cast<u8>(nb::dlpack::dtype_code::Float) && seen.dtype.bits == 32;
-    const bool is_there = seen.device.device_type == device.device_type && seen.device.device_id == device.device_id;
+    if (!is_of_picks(weights, device, given, seen)) return false;
     given.owner_weights = place_of(seen);
-    return is_fp32 && is_there && seen.ndim == 2 && seen.shape[0] == given.num_tokens &&
-           seen.shape[1] == maker_->top_k() && is_dense(seen);
+    return seen.dtype.code == static_cast<u8>(nb::dlpack::dtype_code::Float) && seen.dtype.bits == 32;
+  }
+
+  // Likewise of ids, int32 or int64.
+  bool are_ids(nb::handle ids, const nb::dlpack::device& device, Given& given) const {
+    nb::dlpack::dltensor seen{};
+    if (!is_of_picks(ids, device, given, seen)) return false;
+    given.owner_ids = place_of(seen);
+    given.owner_ids_are_int64 = seen.dtype.bits == 64;
+    return seen.dtype.code == static_cast<u8>(nb::dlpack::dtype_code::Int) &&
+           (seen.dtype.bits == 32 || seen.dtype.bits == 64);
+  }
+
+  bool is_of_picks(nb::handle tensor, const nb::dlpack::device& device, const Given& given,
+                   nb::dlpack::dltensor& seen) const {
+    if (api_->look_at(tensor.ptr(), &seen) != 0) return PyErr_Clear(), false;
+    const bool is_there = is_on(seen, device) && (seen.data != nullptr || given.num_tokens == 0);
+    return is_there && seen.ndim == 2 && seen.shape[0] == given.num_tokens && seen.shape[1] == maker_->top_k() &&
+           is_dense(seen);
   }
 
   // Whether a combine of `y` can write to `out` while it is read, and the weights are. That it is plain was seen before.
@@ -254,10 +263,8 @@ class KnownCalls {
     const i64 hidden = y.shape[y.ndim - 1];
     const bool is_kind =
         seen.dtype.code == y.dtype.code && seen.dtype.bits == y.dtype.bits && seen.dtype.lanes == y.dtype.lanes;
-    const bool is_there =
-        seen.device.device_type == y.device.device_type && seen.device.device_id == y.device.device_id;
     const bool has_shape = seen.ndim == 2 && seen.shape[0] == given.num_tokens && seen.shape[1] == hidden;
-    if (!is_kind || !is_there || !has_shape || !is_dense(seen)) return false;
+    if (!is_kind || !is_on(seen, y.device) || !has_shape || !is_dense(seen)) return false;
     const u64 at = place_of(seen), element_bytes = seen.dtype.bits / 8;
     const u64 end = at + static_cast<u64>(given.num_tokens * hidden) * element_bytes;
     const auto is_apart = [&](u64 begin, i64 num_bytes) {
@@ -267,7 +274,9 @@ class KnownCalls {
     given.out_at = at;
     return at != 0 && at % alignment_ == 0 &&
            is_apart(place_of(y), given.num_values * static_cast<i64>(element_bytes)) &&
-           is_apart(given.owner_weights, given.num_tokens * maker_->top_k() * static_cast<i64>(sizeof(float)));
+           is_apart(given.owner_weights, given.num_tokens * maker_->top_k() * static_cast<i64>(sizeof(float))) &&
+           is_apart(given.owner_ids,
+                    given.num_tokens * maker_->top_k() * static_cast<i64>(given.owner_ids_are_int64 ? 8 : 4));
   }
 
   static bool has_options(const KnownCall& call, const nb::tuple& values, nb::handle kind, nb::handle origin) {
@@ -318,9 +327,8 @@ class KnownCalls {
     const nb::dlpack::dtype dtype = tensor.dtype;
     const bool is_kind =
         dtype.code == look.dtype.code && dtype.bits == look.dtype.bits && dtype.lanes == look.dtype.lanes;
-    const bool is_there =
-        tensor.device.device_type == look.device.device_type && tensor.device.device_id == look.device.device_id;
-    if (!is_kind || !is_there || static_cast<size_t>(tensor.ndim) != num_lead + look.columns.size()) return false;
+    if (!is_kind || !is_on(tensor, look.device) || static_cast<size_t>(tensor.ndim) != num_lead + look.columns.size())
+      return false;
     return std::equal(look.columns.begin(), look.columns.end(), tensor.shape + num_lead);
   }
 
@@ -343,10 +351,6 @@ class KnownCalls {
     };
     return is_false(PyObject_GetAttr(tensor.ptr(), requires_grad_.ptr())) &&
            is_false(PyObject_CallMethodObjArgs(tensor.ptr(), is_neg_.ptr(), nullptr));
-  }
-
-  static u64 place_of(const nb::dlpack::dltensor& tensor) {
-    return reinterpret_cast<u64>(tensor.data) + tensor.byte_offset;
   }
 
   static nb::object as_found(nb::object plan, const Sight& sight) {
@@ -385,7 +389,7 @@ void bind_known_calls(nb::module_& m) {
       .def("dispatch", &KnownCalls::dispatch, "values"_a, "x"_a.none(), "topk_idx"_a.none(), "topk_weights"_a.none(),
            "handle"_a.none())
       .def("combine", &KnownCalls::combine, "values"_a, "y"_a.none(), "handle"_a.none(), "weights"_a.none(),
-           "out"_a.none())
+           "ids"_a.none(), "out"_a.none())
       .def("learn", &KnownCalls::learn, "values"_a, "kind"_a.none(), "origin"_a.none(), "lead"_a.none(),
            "most_rows"_a.none(), "tensors"_a, "plan"_a);
 }

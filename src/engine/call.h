@@ -87,10 +87,12 @@ struct CombineBuffers : Buffers {
   i64 num_rows = 0;       // of y, all of them
   u64 weights = 0;        // float [num_rows], or 0: plain sum
   u64 owner_weights = 0;  // float [num_tokens, K], SumOrder::kPick: in place of `weights`; a pick of weight 0 is absent
+  u64 owner_ids = 0;      // int32 or int64 [num_tokens, K] beside owner_weights, or 0: a pick below 0 is absent
   u64 side = 0;           // float [num_rows, K] (rank_major) or [num_rows], or 0 with has_side: no rows
   u64 bias = 0;           // [hidden] or [num_tokens, hidden], or 0
   u64 out = 0;            // [num_tokens, hidden], written
   u64 side_out = 0;       // float [num_tokens, K], written if has_side
+  bool owner_ids_are_int64 = false;
 };
 
 struct DispatchArgs : DispatchSpec, DispatchBuffers {

@@ -50,7 +50,8 @@ template <>
 struct Of<CombineBuffers> {
   using C = CombineBuffers;
   using Base = Buffers;
-  using All = List<&C::y, &C::num_rows, &C::weights, &C::owner_weights, &C::side, &C::bias, &C::out, &C::side_out>;
+  using All = List<&C::y, &C::num_rows, &C::weights, &C::owner_weights, &C::owner_ids, &C::side, &C::bias, &C::out,
+                   &C::side_out, &C::owner_ids_are_int64>;
 };
 
 template <class Type>

@@ -29,6 +29,7 @@ class CombineCase:
     sum_domain: int = 0
     order: str = "rank"  # ORDERS
     is_weighted: bool = True  # with order "pick" by the owner's weights, some of them 0
+    owner_ids: torch.dtype | None = None  # beside them, some below 0
     has_side: bool = False
     adds_side: bool = False  # rank_major: lanes are summed over all ranks that hold the token
     bias: str = ""  # "row": one for all tokens, "rows"
@@ -59,6 +60,13 @@ class Combined:
     out: list[int]
     side_out: list[int]
     owner_weights: list[Tensor] | None
+    owner_ids: list[Tensor] | None
+
+    def weights_that_count(self) -> list[Tensor] | None:
+        """Those of the owner, 0 where an id is below 0."""
+        if self.owner_weights is None or self.owner_ids is None:
+            return self.owner_weights
+        return [torch.where(ids < 0, 0.0, each) for each, ids in zip(self.owner_weights, self.owner_ids, strict=True)]
 
 
 class CombineRunner(Runner):
@@ -110,13 +118,15 @@ class CombineRunner(Runner):
             dtype = torch.float32 if case.bias_is_fp32 else case.dtype
             shapes = [(num,) if case.bias == "rows" else () for num in self.case.tokens]
             biases = [torch.randn(*shape, case.hidden, generator=generator).to(dtype) for shape in shapes]
+        owner_weights = self._owner_weights()
         return Combined(
             rows=rows,
             sides=[torch.randn(w.shape, generator=generator) for w in routing.weights] if case.has_side else None,
             biases=biases,
             out=[self.memory.allocate(num * case.hidden * case.dtype.itemsize) for num in self.case.tokens],
             side_out=[self.memory.allocate(4 * num * case.dispatch.shape.top_k) for num in self.case.tokens],
-            owner_weights=self._owner_weights(),
+            owner_weights=owner_weights,
+            owner_ids=None if owner_weights is None else self._owner_ids(owner_weights),
         )
 
     def _owner_weights(self) -> list[Tensor] | None:
@@ -125,6 +135,18 @@ class CombineRunner(Runner):
         shapes = [(num, self.case.shape.top_k) for num in self.case.tokens]
         weights = [torch.randn(*shape, generator=self.generator) for shape in shapes]
         return [each.masked_fill(torch.rand(each.shape, generator=self.generator) < 0.2, 0.0) for each in weights]
+
+    def _owner_ids(self, weights: list[Tensor]) -> list[Tensor] | None:
+        """Some picks have gone, and their weights are no numbers."""
+        if self.combine.owner_ids is None:
+            return None
+        generator = torch.Generator().manual_seed(self.case.seed + len(self.combined))
+        found = []
+        for each in weights:
+            ids = torch.randint(-1, 5, each.shape, generator=generator, dtype=self.combine.owner_ids)
+            each[ids < 0] = torch.nan
+            found.append(ids)
+        return found
 
     def _launches(self, rank: int, received: Received, combined: Combined) -> list[Launch]:
         fields, start = self._fields(rank, received, combined), self.world.compiler.start
@@ -189,6 +211,7 @@ class CombineRunner(Runner):
             "num_rows": received.num_rows,
             "weights": received.weights if call.is_by_expert and case.is_weighted and not case.is_by_pick else 0,
             "owner_weights": memory.put(combined.owner_weights[rank]) if combined.owner_weights else 0,
+            **self._ids_of_owner(rank, combined),
             "side": memory.put(combined.sides[rank]) if combined.sides else 0,
             "send_plan": received.send_plan,
             "recv_plan": received.recv_plan,
@@ -200,6 +223,14 @@ class CombineRunner(Runner):
             "out": combined.out[rank],
             "side_out": combined.side_out[rank],
         }
+
+    def _ids_of_owner(self, rank: int, combined: Combined) -> dict[str, int]:
+        """As CombineCall::kernel_arguments."""
+        if combined.owner_ids is None:
+            return {"owner_ids": 0, "owner_id_words": 1}
+        ids = combined.owner_ids[rank]
+        num_words = ids.element_size() // 4
+        return {"owner_ids": self.memory.put(ids) + 4 * (num_words - 1), "owner_id_words": num_words}
 
     def _args(self) -> Any:
         case, args = self.combine, _load.native().CombineSpec()
@@ -276,7 +307,7 @@ class CombineRunner(Runner):
             wire=wire,
             order=case.order,
             side_lanes="all" if case.adds_side else "own",
-            owner_weights=combined.owner_weights,
+            owner_weights=combined.weights_that_count(),
             sum_domain=case.sum_domain or None,
         )
         found = []

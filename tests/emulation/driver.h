@@ -140,6 +140,8 @@ inline void take(Fields& fields, weft::kernels::CombineKernelArgs& args) {
   fields.take("side_out", args.side_out);
   fields.take("rail", args.rail);
   fields.take("owner_weights", args.owner_weights);
+  fields.take("owner_ids", args.owner_ids);
+  fields.take("owner_id_words", args.owner_id_words);
   fields.take_if("forward_plan", args.forward_plan);
 }
 
@@ -163,6 +165,8 @@ inline void take(Fields& fields, weft::kernels::SmallCombineKernelArgs& args) {
   fields.take("out", args.out);
   fields.take("side_out", args.side_out);
   fields.take("owner_weights", args.owner_weights);
+  fields.take("owner_ids", args.owner_ids);
+  fields.take("owner_id_words", args.owner_id_words);
 }
 
 inline void take(Fields& fields, weft::kernels::UnloadKernelArgs& args) {

@@ -1,6 +1,6 @@
 """Guards against a deep_ep package that asks the kernels of GPUs for what they do not do, or reads answers wrongly:
 windows that grow in a call, and low-latency calls whose weights the owner has, on one emulated GPU; and all cases that
-every engine runs.
+every engine runs. And against what torch is asked for beside the kernels of Weft's own calls.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import torch
 from case_table import pairs, run_case
 from emulated_gpu import EmulatedRanks
 from gpu_steps import NAMES, STEPS, random_steps, run_step, step_under_a_default_device
+from test_host_calls import MOST_OF_TORCH, functions_over_own
 
 from pool import RankState
 from weft import deep_ep
+from weft.bench import deep_ep as bench
 from weft.deep_ep.ranks import Ranks
 
 pytestmark = pytest.mark.long
@@ -119,3 +121,17 @@ def test_default_device_and_dtype(monkeypatch: pytest.MonkeyPatch, name: str) ->
         EmulatedRanks(monkeypatch).run(2, step_under_a_default_device, [name] * 2)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def asks_of_torch(state: RankState, _: object) -> dict[str, dict[str, int]]:
+    """Of every pair of the bench, over Weft's own call."""
+    return {name: of_torch for name, (_, of_torch) in functions_over_own(state.comm).items()}
+
+
+def test_what_known_calls_launch_beside_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the cpu engine's ask torch for, and nothing else: what it does on a GPU is a kernel or a copy."""
+    monkeypatch.setattr(bench, "_HEAP_BYTES", 4 << 20)
+    ranks = EmulatedRanks(monkeypatch)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: -1)  # no tool listens
+    (found,) = ranks.run(1, asks_of_torch, [None])
+    assert found == MOST_OF_TORCH

@@ -39,6 +39,9 @@ LAST_PICK = {
 }
 PICK = {
     "expert_major, the owner's weights, bias": CombineCase(dispatch=EXPERT, hidden=600, bias="rows", num_combines=2),
+    "expert_major, picks that have gone": CombineCase(
+        dispatch=dataclasses.replace(EXPERT, seed=4), hidden=600, bias="rows", owner_ids=torch.int64, num_combines=2
+    ),
     "masked, side, no weights, several passes": CombineCase(
         dispatch=dataclasses.replace(
             PLAIN, seed=1, layout="masked", capacity=9, shape=dataclasses.replace(WINDOW, landing_row_bytes=256)
@@ -53,12 +56,26 @@ PICK = {
         hidden=1040,
         dtype=torch.float32,
         bias="row",
+        owner_ids=torch.int32,
     ),
     "small, masked, dropped picks, bias": CombineCase(
         dispatch=dataclasses.replace(SMALL, seed=2, layout="masked", capacity=5),
         hidden=600,
         bias="rows",
         num_combines=3,
+    ),
+    "small, masked, picks that have gone": CombineCase(
+        dispatch=dataclasses.replace(SMALL, seed=3, layout="masked", capacity=5),
+        hidden=600,
+        bias="rows",
+        owner_ids=torch.int32,
+        num_combines=3,
+    ),
+    "small, expert_major, two launches, picks that have gone": CombineCase(
+        dispatch=dataclasses.replace(EXPERT, seed=2, tokens=(24, 0, 20), is_small=True, is_split=True, capacity=200),
+        hidden=304,
+        has_side=True,
+        owner_ids=torch.int64,
     ),
     "small, expert_major, two launches, side": CombineCase(
         dispatch=dataclasses.replace(EXPERT, tokens=(24, 0, 20), is_small=True, is_split=True, capacity=200),
@@ -83,6 +100,18 @@ MUTANTS = {
         REDUCE,
         "b_.flight.is_active(to) && weight != 0.0f;",
         "b_.flight.is_active(to);",
+    ),
+    "pick: expert_major, picks that have gone": Mutant(
+        "a pick whose id has gone is read", REDUCE, "is_gone ? 0.0f : has_weight", "has_weight"
+    ),
+    "pick: small, masked, picks that have gone": Mutant(
+        "a pick whose id has gone is read", SMALL_REDUCE, "is_gone ? 0.0f : has_weight", "has_weight"
+    ),
+    "pick: small, expert_major, two launches, picks that have gone": Mutant(
+        "of an id of two words the one before is read",
+        SMALL_REDUCE,
+        "b_.a.owner_ids[pick * b_.a.owner_id_words]",
+        "b_.a.owner_ids[pick]",
     ),
     "pick: small, masked, dropped picks, bias": Mutant(
         "of a dropped pick the slot is left as it was",

@@ -53,4 +53,15 @@ def checked_orders(state: RankState, dtype: torch.dtype) -> None:
                 if mode == "latency" and not has_more:
                     staged = ep.combine(y, r.handle, staged=True, **options).wait()
                     assert torch.equal(staged.cpu(), wanted), (layout, "staged", call)
+            if layout == "rank_major":
+                continue
+            gone, left = job.gone(rank, ids.dtype if mode == "latency" else torch.int32)
+            wanted = reference.combine(outputs, results, order="pick", owner_weights=left)[rank]
+            of_owner = {"weights": gone[1].to(device), "topk_idx": gone[0].to(device)}
+            seen = ep.combine(y, r.handle, mode=mode, order="pick", **of_owner)
+            assert torch.equal(seen.cpu(), wanted), (layout, mode, "picks that have gone")
+            if mode == "latency":
+                half = ep.combine(y, r.handle, order="pick", staged=True, **of_owner)
+                of_owner["topk_idx"].fill_(-1)  # the half that receives reads what was given before
+                assert torch.equal(half.wait().cpu(), wanted), (layout, "staged", "picks that have gone")
         ep.check()

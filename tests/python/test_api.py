@@ -70,7 +70,7 @@ def test_signatures() -> None:
     }  # fmt: skip
     assert defaults(weft.ExpertParallel.combine) == {
         "expert_output": empty, "handle": empty, "weighted": True, "side": None, "bias": None, "out": None,
-        "wire": None, "weights": None, "order": "rank", "side_lanes": "own", **common,
+        "wire": None, "weights": None, "topk_idx": None, "order": "rank", "side_lanes": "own", **common,
     }  # fmt: skip
     spawn = {"fn": empty, "num_ranks": 4, "args": (), "device": "auto", "isolation": "process"}
     assert defaults(weft.spawn).items() >= spawn.items()

@@ -45,6 +45,18 @@ class Job:
         options: dict[str, Any] = {"capacity": NUM_TOKENS * TOP_K} if layout == "masked" else {}
         return reference.dispatch(self.xs, self.ids, self.weights, num_experts=NUM_EXPERTS, layout=layout, **options)
 
+    def gone(self, rank: int, kind: torch.dtype) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
+        """Of picks that have gone since the dispatch: ids and weights of a rank, no numbers where they have; and the
+        weights that count on every rank."""
+        all_ids, given, left = [], [], []
+        for ids, weights in zip(self.ids, self.owner_weights, strict=True):
+            has_gone = torch.zeros_like(ids, dtype=torch.bool)
+            has_gone[::2, 0] = has_gone[1::2, -1] = True
+            all_ids.append(torch.where(has_gone, -1, ids).to(kind))
+            given.append(torch.where(has_gone, torch.nan, weights))
+            left.append(torch.where(has_gone, 0.0, weights))
+        return (all_ids[rank], given[rank]), left
+
     def outputs(self, results: list[reference.Dispatched], rank: int) -> Tensor:
         source, token, pick = reference.sources(results)[rank]
         number = source * (NUM_TOKENS // self.num_ranks) + token
@@ -149,6 +161,39 @@ def test_the_engine_has_the_bits_of_the_reference(dtype: torch.dtype, heap_bytes
     assert all(torch.equal(each, sums[0]) for each in sums)
 
 
+def gone_picks(comm: weft.Communicator, dtype: torch.dtype) -> None:
+    """Ids that are below 0 by now, of either integer dtype; from a tensor with gaps, too."""
+    job, rank = Job(comm.num_ranks, dtype), comm.rank
+    with weft.ExpertParallel(
+        comm, num_experts=NUM_EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=NUM_TOKENS, dtype=dtype
+    ) as ep:
+        results = job.dispatched("expert_major")
+        outputs = [job.outputs(results, each) for each in range(comm.num_ranks)]
+        r = ep.dispatch(job.xs[rank], job.ids[rank], job.weights[rank], layout="expert_major")
+        for kind in (torch.int64, torch.int32):
+            (ids, weights), left = job.gone(rank, kind)
+            wanted = reference.combine(outputs, results, order="pick", owner_weights=left)[rank]
+            wide = torch.stack([ids, ids], dim=2)[..., 0]
+            for given in (ids, ids, ids, wide):  # learnt, known, and what is never known
+                y = ep.combine(outputs[rank], r.handle, order="pick", weights=weights, topk_idx=given)
+                assert torch.equal(y, wanted)
+            freed_weights, freed_ids = weights.clone(), ids.clone()
+            for each in (freed_weights, freed_ids):
+                each.untyped_storage().resize_(0)
+            for name, given_weights, given_ids in (
+                ("topk_idx", weights, freed_ids),
+                ("weights", freed_weights, ids),
+                ("weights", freed_weights, None),
+            ):
+                with pytest.raises(weft.InvalidArgument, match=f"{name} has no memory"):
+                    ep.combine(outputs[rank], r.handle, order="pick", weights=given_weights, topk_idx=given_ids)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_picks_whose_id_has_gone_are_absent(num_ranks: int) -> None:
+    weft.spawn(gone_picks, num_ranks, (torch.bfloat16,), device="cpu")
+
+
 WRONG: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "an order": (lambda ep, r, y: ep.combine(y, r.handle, order="expert"), "order"),
     "weights by rank": (lambda ep, r, y: ep.combine(y, r.handle, weights=torch.zeros((3, 4), device="cpu")), "order"),
@@ -167,6 +212,32 @@ WRONG: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
             y, r.handle, order="pick", weighted=False, weights=torch.zeros((3, 4), dtype=torch.float32, device="cpu")
         ),
         "weighted",
+    ),
+    "ids without weights": (
+        lambda ep, r, y: ep.combine(
+            y, r.handle, order="pick", weighted=False, topk_idx=torch.zeros((3, 4), dtype=torch.int64, device="cpu")
+        ),
+        "topk_idx",
+    ),
+    "ids of another shape": (
+        lambda ep, r, y: ep.combine(
+            y,
+            r.handle,
+            order="pick",
+            weights=torch.zeros((3, 4), dtype=torch.float32, device="cpu"),
+            topk_idx=torch.zeros((3, 3), dtype=torch.int64, device="cpu"),
+        ),
+        "topk_idx",
+    ),
+    "ids that are floats": (
+        lambda ep, r, y: ep.combine(
+            y,
+            r.handle,
+            order="pick",
+            weights=torch.zeros((3, 4), dtype=torch.float32, device="cpu"),
+            topk_idx=torch.zeros((3, 4), dtype=torch.float32, device="cpu"),
+        ),
+        "topk_idx",
     ),
     "FP8 by pick": (lambda ep, r, y: ep.combine(y, r.handle, order="pick", wire="fp8"), "wire"),
 }

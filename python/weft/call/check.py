@@ -150,27 +150,43 @@ def check_received_weights(ep: Shape) -> None:
         )
 
 
+# One kernel: of floats and ids above -1, the floats; else 0.
+_zero_if_absent = torch.ops.aten.threshold_backward.default
+
+
 def check_owner_weights(
-    ep: Shape, others: tuple[Any, ...], handle: Any, weights: Any, options: CombineOptions
-) -> Tensor:
-    """Weights that combine is given by the tokens' owner, as the engine reads them. `others`: its other tensors."""
+    ep: Shape, others: tuple[Any, ...], handle: Any, given: tuple[Any, Any], options: CombineOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Weights that combine is given by the tokens' owner, and ids or None, as the engine reads them. `others`: its
+    other tensors."""
+    weights, ids = given
+    if weights is None:
+        raise InvalidArgument("topk_idx is given without weights; allowed beside weights= alone")
     if options.order != "pick":
         raise InvalidArgument(f"weights are given with order={options.order!r}; allowed with order='pick' alone")
     if not options.weighted:
         raise InvalidArgument("weighted is False and weights are given; allowed is one of them")
     _of_handle(handle)
-    weights = plain(weights, "weights")
-    if not isinstance(weights, Tensor):
-        raise InvalidArgument(f"weights is {shown(weights)}; a tensor {[handle.num_tokens, ep.top_k]} is expected")
-    check_like("weights", weights, ([handle.num_tokens, ep.top_k],), (torch.float32, torch.bfloat16, torch.float16), ep)
-    tensors = [each for each in (*others, weights, handle.tie) if isinstance(each, Tensor)]
+    weights, ids, shape = plain(weights, "weights"), plain(ids, "topk_idx"), [handle.num_tokens, ep.top_k]
+    for name, each in (("weights", weights), ("topk_idx", ids)):
+        if not isinstance(each, Tensor) and not (each is None and name == "topk_idx"):
+            raise InvalidArgument(f"{name} is {shown(each)}; a tensor {shape} is expected")
+    check_like("weights", weights, (shape,), (torch.float32, torch.bfloat16, torch.float16), ep)
+    if ids is not None:
+        check_like("topk_idx", ids, (shape,), (torch.int64, torch.int32), ep)
+    tensors = [each for each in (*others, weights, ids, handle.tie) if isinstance(each, Tensor)]
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         raise Unsupported("weights= of combine with gradients", "inputs that require grad", "weights given to dispatch")
     if is_traced(*tensors):
         raise Unsupported("weights= of combine in compiled code", "a traced call", "a call outside")
     place = torch.device("cpu") if ep.engine == "cpu" else weights.device
     # Of a staged call the half that receives reads them, and the caller may overwrite what it gave before.
-    return weights.detach().to(device=place, dtype=torch.float32, copy=options.staged).contiguous()
+    is_copied = options.staged and ids is None
+    weights = weights.detach().to(device=place, dtype=torch.float32, copy=is_copied).contiguous()
+    if ids is None:
+        return weights, None
+    ids = ids.to(device=place).contiguous()
+    return (_zero_if_absent(weights, ids, -1), None) if options.staged else (weights, ids)
 
 
 def check_staged(is_traced: bool, is_tracked: bool) -> None:

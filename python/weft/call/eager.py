@@ -220,6 +220,7 @@ class Eager:
         out: Any,
         values: tuple[Any, ...],
         weights: Any = None,
+        ids: Any = None,
         found: Any = None,
     ) -> Any:
         """See ExpertParallel; `values`: of its options; `found`: what `known` has said of this call, and has not made
@@ -228,7 +229,7 @@ class Eager:
         is_bare, kind = side is None and bias is None, Handle if weights is None else _Weighted
         if found is not None:
             plan, _, places = found
-            more = () if weights is None else (None, weights)
+            more = () if weights is None else (None, weights, ids)
             tie, num_tokens = handle.tie, handle.num_tokens
             total, _, _ = calls.run(plan, tie, y, handle, None, None, *more, num_tokens=num_tokens, places=places)
             return (total, calls.last.event) if plan.call.is_async else total
@@ -236,10 +237,10 @@ class Eager:
         options = options_of(CombineOptions, *values) if is_plain else CombineOptions(*values)
         if weights is None and options.order == "pick" and options.weighted:
             check.check_received_weights(self._shape)
-        if weights is not None:
-            weights = check.check_owner_weights(self._shape, (y, side, bias), handle, weights, options)
+        if weights is not None or ids is not None:
+            weights, ids = check.check_owner_weights(self._shape, (y, side, bias), handle, (weights, ids), options)
             if isinstance(out, torch.Tensor) and out.device == weights.device:
-                check_apart(out, weights=weights)
+                check_apart(out, weights=weights, topk_idx=ids)
         key, plan, given_out = None, None, out
         if stands_alone:
             try:
@@ -270,7 +271,7 @@ class Eager:
                 key = None
         if plan is None:
             if self._check_owner("combine", handle) and key is not None:
-                return self.combine(y, handle, side, bias, out, values, weights)
+                return self.combine(y, handle, side, bias, out, values, weights, ids)
             given = (y, side, bias, out)
             checked = check.check_combine(self._shape, y, handle, side, bias, out, options)
             _, y, side, bias, out = checked
@@ -294,7 +295,7 @@ class Eager:
         elif out is None and weights is None:
             total, side_out, _ = calls.run(plan, handle.tie, y, handle, bias, side)
         else:
-            total, side_out, _ = calls.run(plan, handle.tie, y, handle, bias, side, out, weights)
+            total, side_out, _ = calls.run(plan, handle.tie, y, handle, bias, side, out, weights, ids)
         total = total if given_out is None else given_out
         if side is None and not options.async_op and not options.staged:
             return total

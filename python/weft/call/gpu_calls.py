@@ -286,13 +286,13 @@ class GpuCalls(GpuPlans):
 
     def _sum_in_parts(self, plan: Plan, stream: int, *tensors: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """See Runner."""
-        y, handle, bias, side, out, owner_weights = tensors
+        y, handle, bias, side, out, *of_owner = tensors
         columns, sums, side_out = plan.parts[0].hidden, [], None
         biases = [None] * len(plan.parts) if bias is None else bias.split(columns, dim=-1)
         for part, rows, row_bias in zip(plan.parts, y.split(columns, dim=-1), biases, strict=True):
             rows, row_bias = dense(rows), None if row_bias is None else dense(row_bias)
             part.num_tokens, part.places = plan.num_tokens, (address(rows), 0, address(row_bias), address(side))
-            total, given, _ = self._sum(part, stream, rows, handle, row_bias, side, None, owner_weights)
+            total, given, _ = self._sum(part, stream, rows, handle, row_bias, side, None, *of_owner)
             sums.append(total)
             side, side_out = None, given if side_out is None else side_out  # with the first
         total = torch.cat(sums, dim=-1)

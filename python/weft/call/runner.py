@@ -220,10 +220,11 @@ class Runner(Planner):
         side: Tensor | None,
         out: Tensor | None = None,
         owner_weights: Tensor | None = None,
+        owner_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """See Planner."""
         if plan.parts:
-            return self._sum_in_parts(plan, stream, y, handle, bias, side, out, owner_weights)
+            return self._sum_in_parts(plan, stream, y, handle, bias, side, out, owner_weights, owner_ids)
         side_out = None if side is None else self._no_floats.new_empty((plan.num_tokens, self.top_k))
         is_into = out is not None and not self.is_elsewhere and out.data_ptr() % self.alignment == 0
         total = out if out is not None and is_into else None
@@ -239,6 +240,7 @@ class Runner(Planner):
             recv_plan_len, total.data_ptr() or address(total), bias_at, side_at,
             0 if side_out is None else side_out.data_ptr() or address(side_out),
             *(() if owner_weights is None else (address(owner_weights),)),
+            *(() if owner_ids is None else (address(owner_ids), owner_ids.dtype is torch.int64)),
         )  # fmt: skip
         if self.is_elsewhere:
             total, side_out = total.to(self.device), None if side_out is None else side_out.to(self.device)

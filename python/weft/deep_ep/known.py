@@ -61,14 +61,14 @@ def along(ep: ExpertParallel, x: Any, handle: Any, num_sms: int | None) -> Any:
 _window_of_sum = functools.cache(lambda window: _values(CombineOptions, {"window": window, "order": "pick"}))
 
 
-def weighted_sum_of(ep: ExpertParallel, y: Any, handle: Any, weights: Any, out: Any) -> Any:
-    """The sum of `ep.combine(y, handle, order="pick", weights=weights, out=out)` in the window of the handle; None as
-    in `Known.dispatch`."""
-    made = ep._eager.known.combine(_window_of_sum(handle.call.window), y, handle, weights, out)
+def weighted_sum_of(ep: ExpertParallel, y: Any, handle: Any, weights: Any, ids: Any, out: Any) -> Any:
+    """The sum of `ep.combine(y, handle, order="pick", weights=weights, topk_idx=ids, out=out)` in the window of the
+    handle; None as in `Known.dispatch`."""
+    made = ep._eager.known.combine(_window_of_sum(handle.call.window), y, handle, weights, ids, out)
     return None if type(made) is tuple else made
 
 
 def sum_of(ep: ExpertParallel, y: Any, handle: Any, num_sms: int | None, order: str = "rank") -> Any:
     """The sum of `ep.combine(y, handle, weighted=False, order=order, num_sms=num_sms)`; None as in `Known.dispatch`."""
-    made = ep._eager.known.combine(_sms_of_sum(num_sms, order), y, handle, None, None)
+    made = ep._eager.known.combine(_sms_of_sum(num_sms, order), y, handle, None, None, None)
     return None if type(made) is tuple else made

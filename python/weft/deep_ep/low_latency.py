@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["LowLatency"]
 
 _GUESSED_TOPK = 8
-# One kernel: of floats and ids above -1, the floats; else 0. What the operator calls, which takes longer itself.
-_zero_if_absent = torch.ops.aten.threshold_backward.default._op
 _MOST_PICKS_A_RANK = 8
 
 
@@ -271,11 +269,9 @@ class LowLatency(BufferBase):
             raise InvalidArgument("async_finish and return_recv_hook are both True; allowed is one of the two")
         mine = self._own_low_latency(handle)
         ep, routing = mine.ep, mine.dispatched.handle
-        present = None  # weights, 0 where a pick is absent
         is_bare = self._masks is None and waits is None and not (zero_copy or async_finish or return_recv_hook)
-        if is_bare and mine.is_by_pick and _are_picks(topk_idx, topk_weights, (routing.num_tokens, ep.top_k)):
-            present = _zero_if_absent(topk_weights, topk_idx, -1)
-            y = weighted_sum_of(ep, x, routing, present, out)
+        if is_bare and mine.is_by_pick and topk_idx is not None and topk_weights is not None:
+            y = weighted_sum_of(ep, x, routing, topk_weights, topk_idx, out)
             if y is not None:
                 return y, EventOverlap(), None
         rows = mine.output if zero_copy else x
@@ -309,12 +305,9 @@ class LowLatency(BufferBase):
             placed, routing = mine.placed(given), mine.dispatched.handle
             with counting_waits(ep, routing.window, row):
                 if is_by_pick:
-                    weights = present
-                    if weights is None:
-                        weights = _zero_if_absent(of_picks.to(torch.float32), picks, -1)
                     try:
                         return ep.combine(
-                            placed, routing, order="pick", weights=weights, out=into, staged=is_staged,
+                            placed, routing, order="pick", weights=of_picks, topk_idx=picks, out=into, staged=is_staged,
                             window=routing.window,
                         )  # fmt: skip
                     except InvalidArgument:
@@ -416,14 +409,6 @@ def _may_fill(out: Tensor, rows: Tensor) -> bool:
         return False
     begin, of_rows = out.data_ptr(), rows.data_ptr()
     return begin + out.nbytes <= of_rows or of_rows + rows.nbytes <= begin
-
-
-def _are_picks(ids: Any, weights: Any, shape: tuple[int, int]) -> bool:
-    """Whether they are what a combine takes, and the weights fp32."""
-    are_tensors = type(ids) is Tensor and type(weights) is Tensor
-    if not are_tensors or ids.shape != shape or weights.shape != shape or weights.dtype is not torch.float32:
-        return False
-    return ids.dtype in (torch.int64, torch.int32) and ids.device == weights.device
 
 
 def _run(functions: list[Callable[[], object]]) -> None:

@@ -59,6 +59,7 @@ void check_addresses(const CombineArgs& args) {
   check_address("send plan", args.send_plan, 1);
   check_address("receive plan", args.recv_plan, 1);
   check_address("weights of the owner", args.owner_weights, args.owner_weights == 0 ? 0 : args.num_tokens);
+  check_address("ids of the owner", args.owner_ids, args.owner_ids == 0 ? 0 : args.num_tokens);
   if (!args.has_side) return;
   check_address("side", args.side, args.num_rows);
   check_address("side of the result", args.side_out, args.num_tokens);
@@ -78,9 +79,12 @@ void check_order(const CombineArgs& args, const WindowShape& shape) {
   if (args.adds_side && args.layout != Layout::kRankMajor)
     throw_invalid_argument("side values of all ranks; allowed: with layout 'rank_major'");
   if (args.order != SumOrder::kPick) {
-    if (args.owner_weights != 0) throw_invalid_argument("weights: given; allowed with order 'pick' alone");
+    if (args.owner_weights != 0 || args.owner_ids != 0)
+      throw_invalid_argument("weights: given; allowed with order 'pick' alone");
     return;
   }
+  if (args.owner_ids != 0 && args.owner_weights == 0 && args.num_tokens > 0)
+    throw_invalid_argument("ids of the owner: given; allowed beside its weights");
   if (args.layout == Layout::kRankMajor)
     throw_invalid_argument("order: 'pick'; rows of layout 'rank_major' are sums of picks already");
   if (args.wire_is_fp8)

@@ -130,6 +130,7 @@ class CombineCall {
   bool owes(int peer) const;
   bool pick_is_here() const;
   bool sum_picks(i64 token);
+  bool is_gone(i64 pick) const;
   void add_pick(i64 at, const void* row, float weight, float side);
   void post_consumed(Route& route, int contributor);
   i32 sum_domains(const i64* places, i32 num_rows, const void** rows) const;

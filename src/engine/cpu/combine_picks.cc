@@ -124,8 +124,15 @@ bool CombineCall::sum_picks(i64 token) {
   return true;
 }
 
+// Whether its id is below 0 by now.
+bool CombineCall::is_gone(i64 pick) const {
+  if (a_.owner_ids == 0) return false;
+  return a_.owner_ids_are_int64 ? memory_at<i64>(a_.owner_ids)[pick] < 0 : memory_at<i32>(a_.owner_ids)[pick] < 0;
+}
+
 void CombineCall::add_pick(i64 at, const void* row, float weight, float side) {
   if (a_.has_side) memory_at<float>(a_.side_out)[at] = 0.0f + side;
+  if (is_gone(at)) return;
   if (a_.owner_weights != 0) weight = memory_at<float>(a_.owner_weights)[at];
   if (a_.owner_weights != 0 && weight == 0.0f) return;                 // absent: whatever the row holds
   add_row(a_.dtype, row, &weight, a_.hidden, w_.scratch_.sum.data());  // the owner may have no weights of its own rows

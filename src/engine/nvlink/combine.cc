@@ -156,6 +156,8 @@ kernels::CombineKernelArgs CombineCall::kernel_arguments() const {
   args.out = reinterpret_cast<u8*>(a_.out);
   args.side_out = reinterpret_cast<float*>(a_.side_out);
   args.owner_weights = reinterpret_cast<const float*>(a_.owner_weights);
+  args.owner_id_words = a_.owner_ids_are_int64 ? 2 : 1;
+  if (a_.owner_ids != 0) args.owner_ids = reinterpret_cast<const i32*>(a_.owner_ids) + args.owner_id_words - 1;
   args.rail = w_.rail();
   if (args.rail != nullptr) {
     args.forward_plan =
@@ -190,6 +192,8 @@ static void check_order(const CombineArgs& args) {
   }
   if (!is_by_pick && args.owner_weights != 0)
     throw_invalid_argument("weights of the owner; allowed: with order 'pick'");
+  if (args.owner_ids != 0 && args.owner_weights == 0 && args.num_tokens > 0)
+    throw_invalid_argument("ids of the owner; allowed: beside its weights");
   if (args.adds_side && args.layout != Layout::kRankMajor)
     throw_invalid_argument("side values of all ranks; allowed: with layout 'rank_major'");
 }

@@ -95,6 +95,8 @@ kernels::SmallCombineKernelArgs SmallCombineCall::kernel_arguments() const {
   args.out = reinterpret_cast<u8*>(a_.out);
   args.side_out = reinterpret_cast<float*>(a_.side_out);
   args.owner_weights = reinterpret_cast<const float*>(a_.owner_weights);
+  args.owner_id_words = a_.owner_ids_are_int64 ? 2 : 1;
+  if (a_.owner_ids != 0) args.owner_ids = reinterpret_cast<const i32*>(a_.owner_ids) + args.owner_id_words - 1;
   return args;
 }
 

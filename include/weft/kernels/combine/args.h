@@ -31,6 +31,9 @@ struct CombineKernelArgs {
   const void* rail = nullptr;            // of the route: a LoopRail, a BlockRail
   const float* owner_weights = nullptr;  // by pick: [num_tokens, K], or null: 1
   const i32* forward_plan = nullptr;     // with nodes: GpuForwardPlan
+  // Beside owner_weights, or null: a pick whose word, the upper one of an id of two, is below 0 is absent.
+  const i32* owner_ids = nullptr;
+  i32 owner_id_words = 1;
 };
 
 }  // namespace weft::kernels

@@ -235,7 +235,10 @@ class CombineReduce {
     const bool is_pick = b_.lane < kTopk;
     const i32 to = is_pick ? plan.destination()[token * kTopk + b_.lane] : -1;
     const bool has_weight = is_pick && b_.a.owner_weights != nullptr;
-    const float weight = has_weight ? b_.a.owner_weights[token * kTopk + b_.lane] : 1.0f;
+    const i64 pick = token * kTopk + b_.lane;
+    const bool has_id = has_weight && b_.a.owner_ids != nullptr;
+    const bool is_gone = has_id && b_.a.owner_ids[pick * b_.a.owner_id_words] < 0;
+    const float weight = is_gone ? 0.0f : has_weight ? b_.a.owner_weights[pick] : 1.0f;
     const bool is_loaded = to >= 0 && to < kRanks && b_.flight.is_active(to) && weight != 0.0f;
     const u32 loaded = __ballot_sync(0xffffffffu, is_loaded);
     const i32 count = __popc(loaded), place = __popc(loaded & ptx::lanes_below());

@@ -27,6 +27,9 @@ struct SmallCombineKernelArgs {
   u8* out = nullptr;                     // [num_tokens, hidden]
   float* side_out = nullptr;             // [num_tokens, K]
   const float* owner_weights = nullptr;  // by pick: [num_tokens, K], or null: 1
+  // Beside owner_weights, or null: a pick whose word, the upper one of an id of two, is below 0 is absent.
+  const i32* owner_ids = nullptr;
+  i32 owner_id_words = 1;
 };
 
 }  // namespace weft::kernels

@@ -163,7 +163,9 @@ class SmallCombineReduce {
       const i32 to = destination(place.token, begin);
       const bool has_weight = begin + b_.lane < kTopk && b_.a.owner_weights != nullptr;
       const i64 pick = static_cast<i64>(place.token) * kTopk + begin + b_.lane;
-      const float weight = has_weight ? b_.a.owner_weights[pick] : 1.0f;
+      const bool has_id = has_weight && b_.a.owner_ids != nullptr;
+      const bool is_gone = has_id && b_.a.owner_ids[pick * b_.a.owner_id_words] < 0;
+      const float weight = is_gone ? 0.0f : has_weight ? b_.a.owner_weights[pick] : 1.0f;
       const bool is_there = to >= 0 && to < kRanks && flight.is_active(to) && weight != 0.0f;
       for (u32 left = __ballot_sync(0xffffffffu, is_there); left != 0;) {
         Part part[kAtOnce][kVectors];
