@@ -167,6 +167,14 @@ class Handle:
         ids_and_weights: tuple[torch.Tensor | None, torch.Tensor] = found
         return ids_and_weights
 
+    def _counts(self) -> torch.Tensor:
+        """Picks of each local expert: the head of `sizes`, in its memory."""
+        made = self.__dict__.get("made")
+        if made is None or "sizes" in self.__dict__:
+            return self.sizes.narrow(0, 0, self.num_local_experts)
+        counts: torch.Tensor = made.counts_of(self.num_local_experts, torch._C._from_dlpack)
+        return counts
+
     def _places(self) -> tuple[int, int, int, int, int]:
         """Where calls with this handle find sizes, send plan, receive plan (and its length) and weights."""
         if "made" in self.__dict__:

@@ -221,6 +221,12 @@ void bind_routing(nb::module_& m) {
              }
              throw_internal("a routing has no " + name);
            })
+      .def("counts_of",  // of its first local experts: the head of its sizes
+           [](const Routing& routing, i64 num_experts, nb::handle from_dlpack) {
+             Array counts = routing.sizes;
+             counts.shape = {num_experts};
+             return to_tensor(counts, from_dlpack);
+           })
       .def("picks",
            [](const Routing& routing, nb::handle from_dlpack) {
              return nb::make_tuple(to_tensor(routing.topk_idx, from_dlpack),

@@ -38,12 +38,12 @@ MOST_OF_TORCH: dict[str, dict[str, int]] = {
     "Buffer.dispatch": {"numel": 1},
     "Buffer.dispatch(handle=)": {},
     "Buffer.combine": {},
-    "Buffer.low_latency_dispatch": {"narrow": 1},
+    "Buffer.low_latency_dispatch": {},
     "Buffer.low_latency_combine": {},
     "ElasticBuffer.dispatch": {"clone": 2},
     "ElasticBuffer.combine": {},
     "ElasticBuffer.dispatch(do_expand=True)": {"clone": 1},
-    "HybridEPBuffer.dispatch_with_permute": {"clone": 1, "frombuffer": 1},
+    "HybridEPBuffer.dispatch_with_permute": {"clone": 1},
     "HybridEPBuffer.combine_with_unpermute": {"dim": 1},
 }
 _OF_TORCH = {

@@ -46,7 +46,7 @@ def calls_of(comm: weft.Communicator) -> Calls:
     def of_v2(x: Any, ids: Any, weights: Any, **options: Any) -> Any:
         return v2.dispatch(x, ids, weights, num_experts=EXPERTS, **options)
 
-    expanded = {"do_expand": True, "expert_alignment": 4, "do_zero_padding": True}
+    expanded: dict[str, Any] = {"do_expand": True, "expert_alignment": 4, "do_zero_padding": True}
 
     def of_hybrid(x: Any, ids: Any, weights: Any) -> Any:
         return hybrid.dispatch_with_permute(
@@ -89,7 +89,7 @@ def calls_of(comm: weft.Communicator) -> Calls:
         "low latency FP8": (lambda *given: of_few(*given, use_fp8=True), seen_of_few),
         "low latency rounded": (lambda *given: of_few(*given, use_fp8=True, round_scale=True), seen_of_few),
         "V2": (of_v2, seen_of_v2),
-        "V2 expanded": (lambda *given: of_v2(*given, **expanded), seen_of_v2),
+        "V2 expanded": (lambda *given, **options: of_v2(*given, **expanded, **options), seen_of_v2),
         "Hybrid": (of_hybrid, seen_of_hybrid),
     }
 
@@ -213,3 +213,41 @@ def options_apart(comm: weft.Communicator) -> bool:
 
 def test_options_are_kept_apart() -> None:
     assert weft.spawn(options_apart, 1, device="cpu") == [True]
+
+
+def statistics(comm: weft.Communicator) -> list[str]:
+    """Dialects whose known calls do not add what came, or are not known where the caller counts; and what is refused
+    in other words than at first, or has been sent."""
+    wrong = []
+    given, made, ask = inputs(comm.rank, 6 + comm.rank), [0], Known.dispatch
+    num_local = EXPERTS // comm.num_ranks
+
+    def counted(self: Known, *args: Any) -> Any:
+        found = ask(self, *args)
+        made[0] += found is not None
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Known, "dispatch", counted)
+        for name in ("low latency", "V2", "V2 expanded"):
+            dispatch, _ = calls_of(comm)[name]
+            for dtype in (torch.int32, torch.int64):
+                stats, made[0] = torch.arange(num_local, dtype=dtype, device="cpu"), 0
+                for _ in range(8):  # low-latency calls take turns
+                    r = dispatch(*given, cumulative_local_expert_recv_stats=stats)
+                    counts = r[1] if name == "low latency" else r[3].num_unaligned_recv_tokens_per_expert
+                want = torch.arange(num_local, dtype=dtype, device="cpu") + 8 * counts
+                if not torch.equal(stats, want) or made[0] < 2:
+                    wrong.append(f"{name} {dtype}: {stats.tolist()}, {counts.tolist()}, {made[0]} known")
+            more = torch.zeros(num_local + 1, dtype=torch.int32, device="cpu")
+            for bad in (more, more[1:].float(), [0] * num_local):
+                for call in (dispatch, calls_of(comm)[name][0]):
+                    with pytest.raises(InvalidArgument, match="cumulative_local_expert_recv_stats is"):
+                        call(*given, cumulative_local_expert_recv_stats=bad)
+            dispatch(*given)
+    return wrong
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_statistics_of_known_calls(num_ranks: int) -> None:
+    assert weft.spawn(statistics, num_ranks, device="cpu") == [[]] * num_ranks

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import warnings
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from weft.call.maps import picks_of_map
 from weft.deep_ep.buffer_base import Runtime
 from weft.deep_ep.ending import Ending
 from weft.deep_ep.expanded import lane_of, words_of
+from weft.deep_ep.host_counts import HostCounts
 from weft.deep_ep.hybrid_handle import HybridHandle
 from weft.deep_ep.known import Known, sum_of
 from weft.deep_ep.layers import Layers, ShapeOf
@@ -136,6 +136,7 @@ class HybridEPBuffer(Ending):
             self._layers = Layers(self._ranks, heap_bytes=rows, nodes=nodes, num_results=2)
             self._sms = self._layers.num_sms(num_sms_dispatch_api), self._layers.num_sms(num_sms_combine_api)
         self._top_k: dict[int, int] = {}  # of routing maps, by E: the largest row seen
+        self._on_host = HostCounts(self._ranks.device)
         self._destroyed = False
 
     def empty_jit_cache(self) -> None:
@@ -211,7 +212,7 @@ class HybridEPBuffer(Ending):
                     made.widths.add(ep.hidden)
                     weights = None if topk_weights is None else r.handle.weights
                     counts = aligned(r.num_tokens_per_expert_list, pad_multiple or 1)
-                    return rows, weights, None, _on_host(counts, ep.device), made
+                    return rows, weights, None, self._on_host.take(counts), made
         form = self._form(hidden, scaling_factor)
         if handle is not None:
             return self._permuted_again(self._own(handle, expands=True), form, (probs, topk_weights), non_blocking)
@@ -272,7 +273,7 @@ class HybridEPBuffer(Ending):
         routing = handle.dispatched.handle
         if not non_blocking and routing.capacity is None:
             known = aligned(handle.dispatched.num_tokens_per_expert_list, routing.alignment)
-            return _on_host(known, handle.ep.device)
+            return self._on_host.take(known)
         offsets = handle.dispatched.offsets
         counts = (offsets[1:] - offsets[:-1]).to(torch.int64)
         if non_blocking or not counts.is_cuda:
@@ -481,14 +482,6 @@ class HybridEPBuffer(Ending):
         if handle.buffer is not self:
             raise InvalidState("the handle is of another buffer; a call needs the buffer that made it")
         return handle
-
-
-def _on_host(counts: list[int], device: torch.device) -> Tensor:
-    """int64, pinned beside a GPU."""
-    made = torch.frombuffer(array("q", counts), dtype=torch.int64)  # torch.tensor takes four times as long
-    if device.type != "cuda":
-        return made
-    return torch.empty(len(counts), dtype=torch.int64, device="cpu", pin_memory=True).copy_(made)
 
 
 def _nodes_of(ranks: Ranks) -> Nodes:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["HybridHandle"]
 
 _NUM_DISPATCHED, _ROUTING_MAP, _COUNTS, _OVERFLOW = 3, 4, 7, 10
+_FIVE, _EIGHT = (None,) * 5, (None,) * 8  # items that are made when they are asked for
 
 
 class HybridHandle(tuple):  # type: ignore[type-arg]
@@ -46,9 +47,8 @@ class HybridHandle(tuple):  # type: ignore[type-arg]
     ) -> HybridHandle:
         """Of rows by expert, or with `received` of rows by token. `are_own`: no caller has the ids, who may write to
         them."""
-        tail: tuple[Any, ...] = (ids.shape[0], config)
-        items = (None,) * 8 + (*tail, None) if expands else (None,) * 5 + tail
-        self = super().__new__(cls, items)
+        num_tokens = dispatched.handle.num_tokens
+        self = super().__new__(cls, (*_EIGHT, num_tokens, config, None) if expands else (*_FIVE, num_tokens, config))
         self.buffer, self.ep, self.dispatched = buffer, ep, dispatched
         self.ids, self.received, self.widths = ids if are_own else ids.clone(), received, set()
         return self

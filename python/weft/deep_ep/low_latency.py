@@ -16,6 +16,7 @@ from weft.deep_ep.known import Known, weighted_sum_of
 from weft.deep_ep.layers import ShapeOf
 from weft.deep_ep.low_latency_handle import LowLatencyHandle, rows_of, source_ranks, weighted_rows
 from weft.deep_ep.rows import (
+    are_counts,
     bare,
     check_counts,
     check_first,
@@ -100,8 +101,8 @@ class LowLatency(BufferBase):
         key = None
         if self._masks is None and not (return_recv_hook or async_finish or use_nvfp4):
             key = num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0
-            if cumulative_local_expert_recv_stats is None and dispatch_wait_recv_cost_stats is None:
-                found = self._known_low_latency(key, x, topk_idx, topk_weights)
+            if dispatch_wait_recv_cost_stats is None:
+                found = self._known_low_latency(key, x, topk_idx, topk_weights, cumulative_local_expert_recv_stats)
                 if found is not None:
                     return found
         if use_nvfp4:
@@ -200,13 +201,17 @@ class LowLatency(BufferBase):
         (rows, count, beside, handle), event = self._streams.run(work, None, async_finish, inputs)
         return rows, count, *beside, handle, event, _once(lambda: _run(late)) if return_recv_hook else None
 
-    def _known_low_latency(self, key: Any, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, ...] | None:
+    def _known_low_latency(
+        self, key: Any, x: Any, topk_idx: Any, topk_weights: Any, stats: Any
+    ) -> tuple[Any, ...] | None:
         """See Known: the result of `low_latency_dispatch`, or None."""
         layers = self._layers
         known = layers.known.get(key)
         if known is None:
             return None
         ep, (turn, max_tokens, is_quantized, is_rounded) = known.ep, known.about
+        if stats is not None and not are_counts(stats, ep.num_local_experts, ep.device):
+            return None
         window = turn.next()
         r = known.dispatch(layers, x, topk_idx, topk_weights, window)
         if r is None:
@@ -214,7 +219,9 @@ class LowLatency(BufferBase):
         turn.note(window)
         late: list[Callable[[], object]] = []
         handle = LowLatencyHandle(self, ep, r, max_tokens, is_by_pick=True)
-        count = r.handle.sizes.narrow(0, 0, ep.num_local_experts)  # no call of a buffer reads them again
+        count = r.handle._counts()  # no call of a buffer reads them again
+        if stats is not None:
+            stats.add_(count)
         rows = rows_of(r, late, is_rounded=is_rounded) if is_quantized else r.x
         beside = () if topk_weights is None else (r.topk_weights, source_ranks(handle, late))
         stripped(r)

@@ -21,6 +21,7 @@ __all__ = [
     "Form",
     "Sent",
     "along",
+    "are_counts",
     "bare",
     "check_counts",
     "check_first",
@@ -206,11 +207,14 @@ def check_counts(name: str, counts: Any, num_experts: int, device: torch.device)
     Raises:
         InvalidArgument: they are not.
     """
-    if counts is None:
-        return
-    is_right = isinstance(counts, Tensor) and tuple(counts.shape) == (num_experts,)
-    if not is_right or counts.dtype not in (torch.int32, torch.int64) or counts.device != device:
+    if not (counts is None or are_counts(counts, num_experts, device)):
         raise InvalidArgument(f"{name} is {_said(counts)}; allowed is [{num_experts}] int32 or int64 on {device}")
+
+
+def are_counts(counts: Any, num_experts: int, device: torch.device) -> bool:
+    """See check_counts."""
+    is_right = isinstance(counts, Tensor) and counts.shape == (num_experts,) and counts.device == device
+    return is_right and counts.dtype in _IDS
 
 
 def send(

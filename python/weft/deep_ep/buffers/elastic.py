@@ -24,6 +24,7 @@ from weft.deep_ep.nodes import Network, Nodes
 from weft.deep_ep.ranks import ranks_of
 from weft.deep_ep.rows import (
     Form,
+    are_counts,
     bare,
     check_counts,
     check_first,
@@ -220,11 +221,14 @@ class ElasticBuffer(Absent, Ending):
         if handle is None and previous_event is None and previous_event_before_epilogue is None:
             most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
             key = num_experts, most, expert_alignment, num_sms, do_cpu_sync, do_expand, do_zero_padding
-            if cumulative_local_expert_recv_stats is None and not async_with_compute_stream:
-                like = self._layers.known.get(key)
-                r = None if like is None else like.dispatch(self._layers, x, topk_idx, topk_weights)
-                if like is not None and r is not None and topk_idx is not None:
+            like = None if async_with_compute_stream else self._layers.known.get(key)
+            stats = cumulative_local_expert_recv_stats
+            if like is not None and (stats is None or are_counts(stats, like.ep.num_local_experts, like.ep.device)):
+                r = like.dispatch(self._layers, x, topk_idx, topk_weights)
+                if r is not None and topk_idx is not None:
                     rows, ep = r.x, like.ep
+                    if stats is not None:
+                        stats.add_(r.handle._counts())
                     made = EPHandle(self, ep, stripped(r), topk_idx, like.about, ep.hidden, copy=do_handle_copy)
                     beside = self._beside(r, made, has_weights=topk_weights is not None)
                     return rows, *beside, made, EventOverlap()
@@ -439,7 +443,7 @@ def _counting(work: Callable[[], tuple[Any, Any]], stats: Tensor) -> Callable[[]
 
     def counted() -> tuple[Any, Any]:
         values, dispatched = work()
-        stats.add_(values[3].dispatched.num_tokens_per_expert)
+        stats.add_(values[3].dispatched.handle._counts())
         return values, dispatched
 
     return counted
