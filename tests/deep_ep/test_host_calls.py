@@ -23,6 +23,7 @@ MOST = {
     "Buffer.dispatch(handle=)": 5,
     "Buffer.combine": 5,
     "Buffer.low_latency_dispatch": 10,
+    "Buffer.low_latency_dispatch(hook)": 17,  # and the hook
     "Buffer.low_latency_combine": 5,
     "ElasticBuffer.dispatch": 10,
     "ElasticBuffer.combine": 6,
@@ -31,7 +32,6 @@ MOST = {
     "HybridEPBuffer.combine_with_unpermute": 7,
 }
 
-
 # What these calls ask torch for from Python, looks at a tensor among it: a mode of torch, which test_host_ops.py has,
 # would see calls that go the long way.
 MOST_OF_TORCH: dict[str, dict[str, int]] = {
@@ -39,6 +39,7 @@ MOST_OF_TORCH: dict[str, dict[str, int]] = {
     "Buffer.dispatch(handle=)": {},
     "Buffer.combine": {},
     "Buffer.low_latency_dispatch": {},
+    "Buffer.low_latency_dispatch(hook)": {"dim": 1},
     "Buffer.low_latency_combine": {},
     "ElasticBuffer.dispatch": {"clone": 2},
     "ElasticBuffer.combine": {},

@@ -3,7 +3,8 @@ the same, and windows that grow behind them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -41,11 +42,16 @@ def calls_of(comm: weft.Communicator) -> Calls:
         return v1.dispatch(x, topk_idx=ids, topk_weights=weights, **(layout | options))
 
     def of_few(x: Any, ids: Any, weights: Any, **options: Any) -> Any:
-        return (*few.low_latency_dispatch(x, ids, MOST, EXPERTS, **({"use_fp8": False} | options)), ids, weights)
+        *made, hook = few.low_latency_dispatch(x, ids, MOST, EXPERTS, **({"use_fp8": False} | options))
+        assert (hook is not None) == options.get("return_recv_hook", False)
+        if hook is not None:
+            hook()
+        return *made, hook, ids, weights
 
     def of_v2(x: Any, ids: Any, weights: Any, **options: Any) -> Any:
         return v2.dispatch(x, ids, weights, num_experts=EXPERTS, **options)
 
+    hooked: dict[str, Any] = {"return_recv_hook": True}
     expanded: dict[str, Any] = {"do_expand": True, "expert_alignment": 4, "do_zero_padding": True}
 
     def of_hybrid(x: Any, ids: Any, weights: Any) -> Any:
@@ -86,7 +92,9 @@ def calls_of(comm: weft.Communicator) -> Calls:
     return {
         "V1": (of_v1, seen_of_v1),
         "low latency": (of_few, seen_of_few),
+        "low latency hook": (lambda *given, **options: of_few(*given, **options, **hooked), seen_of_few),
         "low latency FP8": (lambda *given: of_few(*given, use_fp8=True), seen_of_few),
+        "low latency FP8 hook": (lambda *given: of_few(*given, use_fp8=True, round_scale=True, **hooked), seen_of_few),
         "low latency rounded": (lambda *given: of_few(*given, use_fp8=True, round_scale=True), seen_of_few),
         "V2": (of_v2, seen_of_v2),
         "V2 expanded": (lambda *given, **options: of_v2(*given, **expanded, **options), seen_of_v2),
@@ -101,18 +109,29 @@ def are_equal(one: Any, two: Any) -> bool:
     return type(one) is type(two) and one == two
 
 
+@contextlib.contextmanager
+def counting(made: list[int]) -> Iterator[None]:
+    """Calls that were known, into `made`."""
+
+    def counted(ask: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            found = ask(*args)
+            made[0] += found is not None
+            return found
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("dispatch", "half"):
+            patch.setattr(Known, name, counted(getattr(Known, name)))
+        yield
+
+
 def different_results(comm: weft.Communicator) -> list[str]:
     """Dialects whose known calls differ from the first, or were not known."""
     wrong = []
-    made, ask = [0], Known.dispatch
-
-    def counted(self: Known, *args: Any) -> Any:
-        found = ask(self, *args)
-        made[0] += found is not None
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Known, "dispatch", counted)
+    made = [0]
+    with counting(made):
         for name, (dispatch, seen) in calls_of(comm).items():
             given = inputs(comm.rank, 6 + comm.rank)
             first = seen(dispatch(*given))
@@ -219,23 +238,15 @@ def statistics(comm: weft.Communicator) -> list[str]:
     """Dialects whose known calls do not add what came, or are not known where the caller counts; and what is refused
     in other words than at first, or has been sent."""
     wrong = []
-    given, made, ask = inputs(comm.rank, 6 + comm.rank), [0], Known.dispatch
-    num_local = EXPERTS // comm.num_ranks
-
-    def counted(self: Known, *args: Any) -> Any:
-        found = ask(self, *args)
-        made[0] += found is not None
-        return found
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Known, "dispatch", counted)
-        for name in ("low latency", "V2", "V2 expanded"):
+    given, made, num_local = inputs(comm.rank, 6 + comm.rank), [0], EXPERTS // comm.num_ranks
+    with counting(made):
+        for name in ("low latency", "low latency hook", "V2", "V2 expanded"):
             dispatch, _ = calls_of(comm)[name]
             for dtype in (torch.int32, torch.int64):
                 stats, made[0] = torch.arange(num_local, dtype=dtype, device="cpu"), 0
                 for _ in range(8):  # low-latency calls take turns
                     r = dispatch(*given, cumulative_local_expert_recv_stats=stats)
-                    counts = r[1] if name == "low latency" else r[3].num_unaligned_recv_tokens_per_expert
+                    counts = r[1] if name.startswith("low") else r[3].num_unaligned_recv_tokens_per_expert
                 want = torch.arange(num_local, dtype=dtype, device="cpu") + 8 * counts
                 if not torch.equal(stats, want) or made[0] < 2:
                     wrong.append(f"{name} {dtype}: {stats.tolist()}, {counts.tolist()}, {made[0]} known")

@@ -81,7 +81,7 @@ def test_deep_ep_is_timed_beside_the_calls_of_weft(monkeypatch: pytest.MonkeyPat
     flags = ("--deep-ep", "--ranks", "2", "--device", "cpu")
     rows = bench(*flags)
     assert_documented(rows)
-    assert [row["kind"] for row in rows] == ["machine"] + ["deep_ep"] * 10
+    assert [row["kind"] for row in rows] == ["machine"] + ["deep_ep"] * 11
     assert {row["call"].split(".")[0] for row in rows[1:]} == {"Buffer", "ElasticBuffer", "HybridEPBuffer"}
     for row in rows[1:]:
         assert min(row["weft_us"], row["deep_ep_us"]) > 0

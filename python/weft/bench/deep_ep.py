@@ -208,6 +208,13 @@ def _of_low_latency(comm: Any, ep: Any, x: Any, ids: Any, weights: Any) -> Itera
     y, handle = own.x.clone(), theirs[2]
     yield Pair("Buffer.low_latency_dispatch", lambda: ep.dispatch(x, ids, weights, **options), dispatch)
     yield Pair(
+        "Buffer.low_latency_dispatch(hook)",
+        lambda: ep.dispatch(x, ids, weights, staged=True, **options).wait(),
+        lambda: buffer.low_latency_dispatch(
+            x, ids, most, ep.num_experts, use_fp8=False, return_recv_hook=True
+        )[-1](),
+    )  # fmt: skip
+    yield Pair(
         "Buffer.low_latency_combine", lambda: ep.combine(y, own.handle),
         lambda: buffer.low_latency_combine(y, ids, weights, handle),
     )  # fmt: skip

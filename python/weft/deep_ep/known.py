@@ -7,8 +7,12 @@ import functools
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from weft.call.options import CombineOptions, DispatchOptions
 from weft.call.room import NeedsRoom
+from weft.deep_ep.rows import check_first, form_of, looks_like_picks
+from weft.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from weft.deep_ep.layers import Layers, ShapeOf
@@ -26,13 +30,14 @@ def _values(kind: Any, options: dict[str, Any]) -> tuple[Any, ...]:
 class Known:
     """A first dispatch: its window, and its options with each of `turns`, which are windows of the object."""
 
-    __slots__ = ("about", "ask", "ep", "shape", "values")
+    __slots__ = ("about", "ask", "ep", "options", "shape", "values")
 
     def __init__(
         self, ep: ExpertParallel, shape: ShapeOf, *, turns: int = 1, about: Any = None, **options: Any
     ) -> None:
         """`about`: what handles are told."""
         self.ep, self.shape, self.ask, self.about = ep, shape, ep._eager.known.dispatch, about
+        self.options = options
         self.values = tuple(_values(DispatchOptions, options | {"window": turn}) for turn in range(turns))
 
     def dispatch(self, layers: Layers, x: Any, topk_idx: Any, topk_weights: Any, turn: int = 0) -> Any:
@@ -44,6 +49,21 @@ class Known:
             layers.grow(self.shape, need.num_tokens)
             return None
         return None if type(made) is tuple else made
+
+    def half(self, x: Any, topk_idx: Any, topk_weights: Any, turn: int) -> Any:
+        """Of a staged call the `Dispatched`, which has sent: of Weft's own call, for the native module makes none of
+        these at once. None: it does not look like the first one, and nothing is sent."""
+        ep, most = self.ep, self.options["max_tokens"]
+        are_like = (
+            type(x) is Tensor and x.dtype is self.shape.dtype and x.is_contiguous() and looks_like_picks(topk_idx)
+        )
+        if not are_like or x.shape[1:] != (ep.hidden,) or topk_idx.shape[1] != ep.top_k or topk_idx.shape[0] > most:
+            return None
+        try:
+            return ep.dispatch(x, topk_idx, topk_weights, window=turn, **self.options)
+        except InvalidArgument:
+            check_first(form_of(x), topk_idx, topk_weights, ep.device)
+            raise
 
 
 _sms_along = functools.cache(lambda num_sms: _values(DispatchOptions, {"num_sms": num_sms}))

@@ -27,7 +27,7 @@ from weft.deep_ep.rows import (
     stripped,
     summed,
 )
-from weft.deep_ep.streams import collective_call
+from weft.deep_ep.streams import collective_call, run_without_gradients
 from weft.deep_ep.utils.event import EventOverlap
 from weft.deep_ep.waits import counted, counting_waits, row_of_waits
 from weft.errors import InvalidArgument, InvalidState
@@ -99,10 +99,11 @@ class LowLatency(BufferBase):
         """
         self._check_alive("low_latency_dispatch")
         key = None
-        if self._masks is None and not (return_recv_hook or async_finish or use_nvfp4):
-            key = num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0
+        if self._masks is None and not (async_finish or use_nvfp4):
+            key = num_max_dispatch_tokens_per_rank, num_experts, use_fp8, round_scale, use_ue8m0, return_recv_hook
             if dispatch_wait_recv_cost_stats is None:
-                found = self._known_low_latency(key, x, topk_idx, topk_weights, cumulative_local_expert_recv_stats)
+                stats = cumulative_local_expert_recv_stats
+                found = self._known_low_latency(key, x, topk_idx, topk_weights, stats, has_hook=return_recv_hook)
                 if found is not None:
                     return found
         if use_nvfp4:
@@ -194,15 +195,15 @@ class LowLatency(BufferBase):
                 self._masks.note_dispatch(handle)
             beside = () if topk_weights is None else (r.topk_weights, source_ranks(handle, late))
             if not return_recv_hook:
-                _run(late)
+                run_without_gradients(late)
             return (rows, count, beside, handle), r
 
         inputs = (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, waits)
         (rows, count, beside, handle), event = self._streams.run(work, None, async_finish, inputs)
-        return rows, count, *beside, handle, event, _once(lambda: _run(late)) if return_recv_hook else None
+        return rows, count, *beside, handle, event, _once(late) if return_recv_hook else None
 
     def _known_low_latency(
-        self, key: Any, x: Any, topk_idx: Any, topk_weights: Any, stats: Any
+        self, key: Any, x: Any, topk_idx: Any, topk_weights: Any, stats: Any, *, has_hook: bool
     ) -> tuple[Any, ...] | None:
         """See Known: the result of `low_latency_dispatch`, or None."""
         layers = self._layers
@@ -213,17 +214,22 @@ class LowLatency(BufferBase):
         if stats is not None and not are_counts(stats, ep.num_local_experts, ep.device):
             return None
         window = turn.next()
-        r = known.dispatch(layers, x, topk_idx, topk_weights, window)
+        if has_hook:
+            r = known.half(x, topk_idx, topk_weights, window)
+        else:
+            r = known.dispatch(layers, x, topk_idx, topk_weights, window)
         if r is None:
             return None
         turn.note(window)
-        late: list[Callable[[], object]] = []
-        handle = LowLatencyHandle(self, ep, r, max_tokens, is_by_pick=True)
+        late: list[Callable[[], object]] = [r.wait] if has_hook else []
+        handle = LowLatencyHandle(self, ep, bare(r) if has_hook else r, max_tokens, is_by_pick=True)
         count = r.handle._counts()  # no call of a buffer reads them again
         if stats is not None:
-            stats.add_(count)
+            late.append(lambda: stats.add_(count))
         rows = rows_of(r, late, is_rounded=is_rounded) if is_quantized else r.x
         beside = () if topk_weights is None else (r.topk_weights, source_ranks(handle, late))
+        if has_hook:
+            return rows, count, *beside, handle, EventOverlap(), _once(late)
         stripped(r)
         for each in late:
             each()
@@ -348,7 +354,7 @@ class LowLatency(BufferBase):
             if total is not result:
                 result.copy_(total)
 
-        return result, event, _once(receive) if return_recv_hook else None
+        return result, event, _once([receive]) if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> Tensor:
         """bf16 [L, R M, H] for the rows of the next `low_latency_combine(zero_copy=True)` with this handle."""
@@ -418,18 +424,12 @@ def _may_fill(out: Tensor, rows: Tensor) -> bool:
     return begin + out.nbytes <= of_rows or of_rows + rows.nbytes <= begin
 
 
-def _run(functions: list[Callable[[], object]]) -> None:
-    for each in functions:
-        each()
-
-
-def _once(function: Callable[[], object]) -> Callable[[], None]:
-    """Calls it the first time alone."""
-    left = [function]
+def _once(functions: list[Callable[[], object]]) -> Callable[[], None]:
+    """Calls them the first time alone."""
+    left = [functions]
 
     def hook() -> None:
         if left:
-            with torch.no_grad():
-                left.pop()()
+            run_without_gradients(left.pop())
 
     return hook

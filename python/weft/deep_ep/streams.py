@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from weft.deep_ep.utils.event import EventHandle, EventOverlap, cuda_event
 from weft.errors import Error, Unsupported
 
-__all__ = ["Streams", "collective_call", "public_call"]
+__all__ = ["Streams", "collective_call", "public_call", "run_without_gradients"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,6 +50,19 @@ def _outside(function: F, *, tells_peers: bool, looks: bool = True) -> F:
                 torch._C._set_grad_enabled(True)
 
     return run  # type: ignore[return-value]
+
+
+def run_without_gradients(functions: Iterable[Callable[[], object]]) -> None:
+    """One after the other."""
+    has_gradients = torch.is_grad_enabled()
+    if has_gradients:
+        torch._C._set_grad_enabled(False)
+    try:
+        for each in functions:
+            each()
+    finally:
+        if has_gradients:
+            torch._C._set_grad_enabled(True)
 
 
 _is_traced = torch.compiler.is_dynamo_compiling
