@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import weft
 from weft.bench.ahead import compile_ahead
-from weft.bench.tune import MODES, Point, TuneOptions, best_sms, crossovers, of_points
+from weft.bench.tune import MODES, NODE_SMS, Point, TuneOptions, best_node_sms, best_sms, crossovers, of_points
 from weft.cli import app, tune_command
 from weft.kernels import prebuild
 from weft.kernels import tables as tuning_files
@@ -125,7 +125,12 @@ def test_a_file_of_its_own_and_a_table_for_people(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     ("flags", "named"),
-    [(["--tokens", "3"], "that ascend"), (["--tokens", "513"], "up to 512"), (["--experts", "3"], "multiple of ranks")],
+    [
+        (["--tokens", "3"], "that ascend"),
+        (["--tokens", "513"], "up to 512"),
+        (["--experts", "3"], "multiple of ranks"),
+        (["--nodes", "3"], "divisors of ranks=2"),
+    ],
 )
 def test_refused_flags(flags: list[str], named: str, tmp_path: Path) -> None:
     (row,) = run("--output", str(tmp_path / "x.json"), *flags, code=2)
@@ -161,3 +166,43 @@ def test_a_crossover_loses_least_and_one_odd_time_does_not_decide() -> None:
     assert choose(table, "combine", "masked", "plain", 8) == "latency"
     only_one = {point: us for point, us in times("dispatch", [1.0] * 4, slow).items() if point.mode == "latency"}
     assert crossovers(only_one) == ()
+
+
+@pytest.mark.usefixtures("any_engine")
+def test_ranks_in_nodes_get_their_sms_beside_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other nodes, and without nodes."""
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))
+    other = ((3, "dispatch", "masked"), 5)
+    known = tuning_files.Table(most_tokens_else=7, node_num_sms=(other, ((1, "combine", "masked"), 5)))
+    tuning_files.write(
+        tuning_files.path_in(tmp_path / "cache", "cpu", 2), tuning_files.Tuning("cpu", 2, known, "before")
+    )
+    rows = run("--nodes", "2")
+    assert_documented(rows)
+    tuned = [row for row in rows if row["kind"] == "tuned"]
+    assert {(row["op"], row["layout"], row["form"], row["mode"], row["tokens"], row["num_sms"]) for row in tuned} == {
+        (op, layout, "plain", "throughput", tokens, num_sms)
+        for op in FORMS
+        for layout in LAYOUTS
+        for tokens in (1, 6)
+        for num_sms in NODE_SMS
+    }
+    found = {(row["node_ranks"], row["op"], row["layout"]): row["num_sms"] for row in rows if "node_ranks" in row}
+    assert set(found) == {(1, op, layout) for op in FORMS for layout in LAYOUTS}
+    stored = tuning_files.find("cpu", 2)
+    assert (stored.table.most_tokens_else, dict(stored.table.node_num_sms)) == (7, dict((other,)) | found)
+    assert stored.source.startswith("2 nodes: weft tune on ")
+    assert stored.source.endswith("; else: before")
+    run("--tokens", "8")  # without nodes: what nodes want is kept
+    assert dict(tuning_files.find("cpu", 2).table.node_num_sms) == dict((other,)) | found
+
+
+def test_between_nodes_one_number_of_sms_serves_every_t() -> None:
+    def times(us: dict[tuple[int, int], float]) -> dict[Point, float]:
+        common = {"op": "dispatch", "layout": "masked", "form": "plain", "mode": "throughput"}
+        return {Point(tokens=tokens, num_sms=num_sms, **common): time for (tokens, num_sms), time in us.items()}
+
+    us = {(512, 8): 100.0, (512, 16): 90.0, (512, 24): 89.0, (4096, 8): 900.0, (4096, 16): 700.0, (4096, 24): 705.0}
+    assert best_node_sms(times(us)) == ((("dispatch", "masked"), 16),)
+    assert best_node_sms(times(us | {(512, 4): 10.0})) == ((("dispatch", "masked"), 16),)  # not measured at 4096
+    assert best_node_sms({}) == ()

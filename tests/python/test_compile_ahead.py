@@ -34,6 +34,7 @@ def calls_of(case: Case, table: Table, ranks: int, hidden: int) -> Iterator[tupl
         engine="nvlink",
         calls=SimpleNamespace(has_nodes=False, has_domains=False),
         most_num_sms=132,
+        node_ranks=0,
         num_ranks=ranks,
         num_local_experts=EXPERTS // ranks,
         top_k=TOP_K,

@@ -85,12 +85,15 @@ def test_between_nodes_the_network_has_an_sm_of_each_window() -> None:
 
 
 def test_large_calls_by_expert_take_more_sms() -> None:
-    def of(op: str, layout: str, *, most: int = 64, said: int | None = None) -> int:
+    def of(
+        op: str, layout: str, *, most: int = 64, said: int | None = None, node_ranks: int = 0, table: Table = DEFAULT
+    ) -> int:
         ep: Any = SimpleNamespace(
             has_num_sms=said is not None,
             num_sms=min(said or 16, most),
             most_num_sms=most,
-            table=DEFAULT,
+            node_ranks=node_ranks,
+            table=table,
             engine="nvlink",
         )
         return choose_num_sms(ep, op, layout, 4096, None, is_small=False)
@@ -100,6 +103,10 @@ def test_large_calls_by_expert_take_more_sms() -> None:
         assert found == [16, by_expert, by_expert]
         assert of(op, "expert_major", most=9) == of(op, "rank_major", most=9) == 9
         assert of(op, "expert_major", said=7) == 7
+    table = Table(node_num_sms=(((2, "dispatch", "masked"), 12),))
+    assert [of("dispatch", "masked", node_ranks=ranks, table=table) for ranks in (2, 4, 0)] == [12, 24, 24]
+    assert of("combine", "masked", node_ranks=2, table=table) == 32
+    assert of("dispatch", "masked", node_ranks=2, table=table, most=9) == 9
 
 
 def test_windows_share_the_sms(monkeypatch: pytest.MonkeyPatch) -> None:

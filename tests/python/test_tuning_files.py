@@ -22,7 +22,9 @@ TABLE = Table(
     most_tokens_else=128,
     num_sms=((8, 12), (128, 24)),
     num_sms_else=40,
+    node_num_sms=(((2, "dispatch", "masked"), 12), ((4, "dispatch", "masked"), 8)),
 )
+NODES = {"node_ranks": 2, "op": "combine", "layout": "masked", "num_sms": 8}
 ENTRY = {"op": "combine", "layout": "masked", "form": "plain", "most_tokens": 1}
 MEASURED = Tuning("cpu", 2, TABLE, "a test", {"hidden": 7168})
 
@@ -82,6 +84,9 @@ def test_the_tables_that_come_with_weft_are_sound_and_say_their_source() -> None
         ({"num_sms": [{"most_tokens": 8, "num_sms": 0}]}, "num_sms is 0"),
         ({"num_sms": [{"most_tokens": 8, "num_sms": 4}] * 2}, "must ascend"),
         ({"num_sms_else": 1e9}, "num_sms_else is 1000000000.0"),
+        ({"node_num_sms": [NODES, NODES]}, "there twice"),
+        ({"node_num_sms": [{**NODES, "op": "both"}]}, "'both', 'masked' is unknown"),
+        ({"node_num_sms": [{**NODES, "node_ranks": 0}]}, "node_ranks is 0"),
     ],
 )
 def test_nonsense_is_not_used(

@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from weft.bench.cases import Case
 from weft.bench.options import Options, SuiteOptions
@@ -51,7 +51,20 @@ def run_cases(
     return [[json.loads(line) for line in step] for step in zip(*lines, strict=False)], error
 
 
-def isolation_of(options: Options | SuiteOptions) -> str:
+class Spawned(Protocol):
+    """What options say of how ranks are started."""
+
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def node_ranks(self) -> int | None: ...
+    @property
+    def isolation(self) -> str: ...
+
+
+def isolation_of(options: Spawned) -> str:
     """Of weft.spawn: nodes whose ranks share a GPU are threads, since as processes they would take turns."""
     if options.isolation != "auto":
         return options.isolation

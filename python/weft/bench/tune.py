@@ -4,6 +4,8 @@ Two rounds in ranks started for them: calls of small batches with several number
 both kinds of kernels for every operation, layout and form of rows. Times are those of the suite for small batches:
 calls with a capacity, captured into a CUDA graph, the slowest rank. Results are not looked at; `weft bench --suite
 small` does.
+
+Between nodes there are no kernels for small batches: there one round finds how many SMs large calls want.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import itertools
 import multiprocessing
 import statistics
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,10 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from weft.bench.ahead import ROWS, Launch, compile_ahead
 from weft.bench.apart import COMPILE_S, apart
 from weft.bench.cases import EXPERTS, HIDDEN, SMALL_SWEEP, TOP_K
+from weft.bench.ranks import isolation_of
 from weft.errors import InvalidArgument, Unsupported
 from weft.kernels.prebuild import KernelShape
 from weft.kernels.tuning import DEFAULT, FORMS, Table, small_num_sms
-from weft.limits import LAYOUTS, MAX_SMALL_TOKENS
+from weft.limits import LAYOUTS, MAX_SMALL_TOKENS, MAX_TOKENS_PER_RANK
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
 
 MODES = ("latency", "throughput")
 SMS = (4, 8, 16, 24, 32, 48, 64)
+NODE_SMS = (4, 6, 8, 12, 16, 24, 32)
+NODE_TOKENS = (512, 4096)
 _CALLS_IN_GRAPH = 5
 _WARMUP = 2
 _TOLERANCE = 1.02  # more SMs must be better by this factor
@@ -53,12 +59,22 @@ class TuneOptions:
     placement: Literal["auto", "process", "off"] = "process"
     samples: int = 40
     any_engine: bool = False
+    nodes: int = 1
+    isolation: Literal["auto", "process", "thread"] = "auto"
+
+    @property
+    def node_ranks(self) -> int | None:
+        """As in ExpertParallel."""
+        return self.ranks // self.nodes if self.nodes > 1 else None
 
     def __post_init__(self) -> None:
+        if self.nodes < 1 or self.ranks % self.nodes:
+            raise InvalidArgument(f"nodes={self.nodes}: allowed are divisors of ranks={self.ranks}")
         if not self.tokens or list(self.tokens) != sorted(set(self.tokens)) or self.tokens[0] < 1:
             raise InvalidArgument(f"tokens is {list(self.tokens)}; allowed are numbers from 1 that ascend")
-        if self.tokens[-1] > MAX_SMALL_TOKENS:
-            raise InvalidArgument(f"tokens has {self.tokens[-1]}; allowed are up to {MAX_SMALL_TOKENS}")
+        most = MAX_SMALL_TOKENS if self.nodes == 1 else MAX_TOKENS_PER_RANK
+        if self.tokens[-1] > most:
+            raise InvalidArgument(f"tokens has {self.tokens[-1]}; allowed are up to {most}")
         if self.experts % self.ranks:
             raise InvalidArgument(f"experts={self.experts}: must be a multiple of ranks={self.ranks}")
         if self.hidden % 128:
@@ -103,6 +119,8 @@ def tune(options: TuneOptions, arch: str | None = None) -> Tuned:
         Unsupported: the ranks have the cpu engine.
         What a rank raised.
     """
+    if options.nodes > 1:
+        return _tune_nodes(options)
     by_sms = [
         Point(op="both", layout="expert_major", form="plain", tokens=tokens, mode="latency", num_sms=num_sms)
         for tokens in options.tokens
@@ -114,6 +132,18 @@ def tune(options: TuneOptions, arch: str | None = None) -> Tuned:
     _, more = measure(options, list(_by_mode(options, table)), arch, "both kinds of kernels")
     medians = {point: statistics.median(us) for point, us in more.items()}
     return Tuned(name, {**times, **more}, Table(crossovers(medians), DEFAULT.most_tokens_else, sms, table.num_sms_else))
+
+
+def _tune_nodes(options: TuneOptions) -> Tuned:
+    points = [
+        Point(op=op, layout=layout, form="plain", tokens=tokens, mode="throughput", num_sms=num_sms)
+        for tokens, layout, op, num_sms in itertools.product(options.tokens, LAYOUTS, FORMS, NODE_SMS)
+    ]
+    name, times = measure(options, points, None, "numbers of SMs between nodes")
+    found = best_node_sms({point: statistics.median(us) for point, us in times.items()})
+    node_ranks = options.node_ranks or options.ranks
+    sms = tuple(((node_ranks, op, layout), num_sms) for (op, layout), num_sms in found)
+    return Tuned(name, times, Table(node_num_sms=sms))
 
 
 def _by_mode(options: TuneOptions, table: Table) -> list[Point]:
@@ -149,6 +179,23 @@ def best_sms(times: Mapping[Point, float]) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
+def best_node_sms(times: Mapping[Point, float]) -> tuple[tuple[tuple[str, str], int], ...]:
+    """For each operation and layout the fewest SMs with which its calls, added up in parts of the best time at their
+    T, are within 2 % of what any number of SMs takes.
+    """
+    found = []
+    for key in dict.fromkeys((point.op, point.layout) for point in times):
+        us = {(point.num_sms, point.tokens): time for point, time in times.items() if (point.op, point.layout) == key}
+        every = {tokens for _, tokens in us}
+        best = {tokens: min(time for (_, of), time in us.items() if of == tokens) for tokens in every}
+        whole = [sms for sms in {sms for sms, _ in us} if all((sms, tokens) in us for tokens in every)]
+        loss = {sms: sum(us[sms, tokens] / best[tokens] for tokens in every) for sms in whole}
+        if loss:
+            enough = min(loss.values()) * _TOLERANCE
+            found.append((key, min(sms for sms in whole if loss[sms] <= enough)))
+    return tuple(found)
+
+
 def crossovers(times: Mapping[Point, float]) -> tuple[tuple[tuple[str, str, str], int], ...]:
     """For each operation, layout and form the T up to which the kernels for small batches are taken: the one with which
     the calls that were timed lose least against the faster kind, added up in parts of its time.
@@ -178,12 +225,16 @@ def measure(
 
     if arch is not None:
         apart(compile_ahead, [*of_points(options, points)], arch, timeout_s=COMPILE_S)
-    barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
+    isolation = isolation_of(options)
+    barrier: Any = threading.Barrier(options.ranks)
+    if isolation == "process":
+        barrier = multiprocessing.get_context("fork").Barrier(options.ranks)
     ranks = weft.spawn(
         _run_rank,
         num_ranks=options.ranks,
         args=(options, tuple(points), barrier, what),
         device=options.device,
+        isolation=isolation,
         placement=options.placement,
     )
     times = {}
@@ -260,6 +311,8 @@ class _Calls:
         self.quantized = weft.Quantized(*reference.quantize_fp8(self.x))
         rows = self.capacity * (options.experts // options.ranks if layout == "masked" else 1)
         num_results = _CALLS_IN_GRAPH * sum(point.op != "combine" for point in points) + len(points) + 8
+        if options.nodes > 1:  # no graphs: a result is given back before the next but one
+            num_results = 4
         result_bytes = rows * (dtype.itemsize * options.hidden + 64) + 8 * options.ranks * tokens * options.top_k + 8192
         self.ep = weft.ExpertParallel(
             comm,
@@ -269,6 +322,7 @@ class _Calls:
             max_tokens_per_rank=tokens,
             heap_bytes=num_results * result_bytes,
             dtype=dtype,
+            node_ranks=options.node_ranks,
         )
 
     def close(self) -> None:
@@ -288,14 +342,14 @@ class _Calls:
         except (weft.Unsupported, weft.InvalidArgument):
             return []
         samples = self.options.samples
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or self.options.nodes > 1:
             return time_calls(call, iters=samples, warmup=_WARMUP, device=self.device, meet=meet).gpu_us
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(_CALLS_IN_GRAPH):
                 call()
         times = time_replays(graph.replay, num_calls=_CALLS_IN_GRAPH, samples=samples, meet=meet).gpu_us
-        torch.cuda.synchronize(self.device)
+        torch.cuda.current_stream(self.device).synchronize()
         graph.reset()
         return times
 

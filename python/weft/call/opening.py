@@ -76,7 +76,7 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
             comm, comm.engine, comm.device, dtype, comm.num_ranks, num_experts, experts.num_ids, top_k, hidden,
             max_tokens, num_windows, deadline_s, min(DEFAULT_NUM_SMS, most_sms) if num_sms is None else num_sms,
             num_sms is not None, most_sms,
-            small_tokens, tables.from_json(table), calls,
+            small_tokens, node_ranks, tables.from_json(table), calls,
         )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ class Shape:
     has_num_sms: bool  # the user has said `num_sms`
     most_num_sms: int  # that a call may take; 0: the cpu engine takes none
     small_tokens: int  # most tokens of a rank in a small-batch call
+    node_ranks: int  # 0: all are one node
     table: Table  # which kernels are faster, measured (weft/kernels/tuning.py)
 
     calls: Planner

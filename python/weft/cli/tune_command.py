@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,13 +12,16 @@ import typer
 
 from weft import env
 from weft.bench.cases import EXPERTS, HIDDEN, SMALL_SWEEP, TOP_K
-from weft.bench.tune import Tuned, TuneOptions
+from weft.bench.tune import NODE_TOKENS, Tuned, TuneOptions
 from weft.cli import options
 from weft.cli.output import Output, command_output
 from weft.errors import InvalidArgument
 from weft.kernels import tables as tuning_files
 
 _TOKENS_HELP = "A T to measure, may be given several times. Without it 1, 2, 4 ... 512."
+_NODES_HELP = (
+    "The ranks are in so many nodes of equal size: measure SMs of large calls, T = 512 and 4096 without --tokens."
+)
 _OUTPUT_HELP = "Write the table here in place of the cache folder."
 
 
@@ -31,6 +35,7 @@ def tune(
     device: options.Device = "auto",
     placement: options.Placement = "process",
     samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Times of each call.")] = 40,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help=_NODES_HELP)] = 1,
     output_file: Annotated[Path | None, typer.Option("--output", help=_OUTPUT_HELP)] = None,
     json: options.Json = False,
 ) -> None:
@@ -44,7 +49,8 @@ def tune(
             hidden=hidden,
             experts=experts,
             top_k=top_k,
-            tokens=tuple(tokens) if tokens else SMALL_SWEEP,
+            tokens=tuple(tokens) if tokens else SMALL_SWEEP if nodes == 1 else NODE_TOKENS,
+            nodes=nodes,
             seed=seed,
             device=device,
             placement=placement,
@@ -60,6 +66,7 @@ def tune(
             f"weft tune on {machine['machine']}, {versions}, torch {machine['torch']}, {day}",
             {"hidden": hidden, "experts": experts, "top_k": top_k, "dtype": "bf16", "tokens": list(chosen.tokens)},
         )
+        tuning = _beside(tuning_files.find(tuned.device_name, ranks), tuning, nodes)
         _print(output, tuned)
         if output_file is None:
             file = tuning_files.path_in(folder, tuned.device_name, ranks)
@@ -69,6 +76,16 @@ def tune(
             file.write_text(tuning.text(), encoding="utf-8")
         output.row({"kind": "table", "file": str(file), "source": tuning.source})
         output.text(f"wrote {file}")
+
+
+def _beside(known: tuning_files.Tuning, found: tuning_files.Tuning, nodes: int) -> tuning_files.Tuning:
+    """What is known of these ranks with other nodes stays, and of them without nodes if `found` is of nodes."""
+    keys = {key for key, _ in found.table.node_num_sms}
+    others = tuple(pair for pair in known.table.node_num_sms if pair[0] not in keys)
+    if nodes == 1:
+        return replace(found, table=replace(found.table, node_num_sms=others))
+    table = replace(known.table, node_num_sms=others + found.table.node_num_sms)
+    return replace(known, table=table, source=f"{nodes} nodes: {found.source}; else: {known.source}")
 
 
 def _measure(output: Output, chosen: TuneOptions) -> tuple[Tuned, dict[str, Any]]:
@@ -95,8 +112,15 @@ def _print(output: Output, tuned: Tuned) -> None:
     for most, num_sms in tuned.table.num_sms:
         output.row({"kind": "tuned_sms", "most_tokens": most, "num_sms": num_sms})
         output.text(f"up to T = {most}: {num_sms} SMs")
+    for (node_ranks, op, layout), num_sms in tuned.table.node_num_sms:
+        words = {"node_ranks": node_ranks, "op": op, "layout": layout, "num_sms": num_sms}
+        output.row({"kind": "tuned_node_sms", **words})
+        output.text(f"nodes of {node_ranks}, {op}, {layout}: {num_sms} SMs")
     found = []
     for (op, layout, form), most in tuned.table.most_tokens:
         output.row({"kind": "tuned_crossover", "op": op, "layout": layout, "form": form, "most_tokens": most})
         found.append((op, layout, form, str(most)))
-    output.table("crossovers", ("operation", "layout", "form", "small-batch kernels up to T"), found, left=(0, 1, 2))
+    if found:
+        output.table(
+            "crossovers", ("operation", "layout", "form", "small-batch kernels up to T"), found, left=(0, 1, 2)
+        )

@@ -128,6 +128,10 @@ def as_json(table: Table) -> dict[str, Any]:
         "most_tokens_else": table.most_tokens_else,
         "num_sms": [{"most_tokens": most, "num_sms": num_sms} for most, num_sms in table.num_sms],
         "num_sms_else": table.num_sms_else,
+        "node_num_sms": [
+            {"node_ranks": node_ranks, "op": op, "layout": layout, "num_sms": num_sms}
+            for (node_ranks, op, layout), num_sms in table.node_num_sms
+        ],
     }
 
 
@@ -149,6 +153,7 @@ def from_json(values: Mapping[str, Any]) -> Table:
         most_tokens_else=_number(values, "most_tokens_else", 0, MAX_SMALL_TOKENS),
         num_sms=num_sms,
         num_sms_else=_number(values, "num_sms_else", 1, MAX_NUM_SMS),
+        node_num_sms=tuple(_node_num_sms(values)),
     )
 
 
@@ -170,6 +175,17 @@ def _crossovers(entries: Any) -> Iterator[tuple[tuple[str, str, str], int]]:
             raise ValueError(f"crossovers: {op!r}, {layout!r}, {form!r} is unknown or there twice")
         seen.add((op, layout, form))
         yield (op, layout, form), _number(entry, "most_tokens", 0, MAX_SMALL_TOKENS)
+
+
+def _node_num_sms(values: Mapping[str, Any]) -> Iterator[tuple[tuple[int, str, str], int]]:
+    """None in files of before there were nodes."""
+    seen = set()
+    for entry in _entries({"node_num_sms": values.get("node_num_sms", [])}, "node_num_sms"):
+        op, layout, node_ranks = entry.get("op"), entry.get("layout"), _number(entry, "node_ranks", 1, MAX_RANKS)
+        if op not in FORMS or layout not in LAYOUTS or (node_ranks, op, layout) in seen:
+            raise ValueError(f"node_num_sms: {node_ranks}, {op!r}, {layout!r} is unknown or there twice")
+        seen.add((node_ranks, op, layout))
+        yield (node_ranks, op, layout), _number(entry, "num_sms", 1, MAX_NUM_SMS)
 
 
 def _entries(values: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

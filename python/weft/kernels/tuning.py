@@ -18,6 +18,7 @@ __all__ = [
     "choose",
     "choose_num_sms",
     "default_num_sms",
+    "large_num_sms",
     "most_num_sms",
     "prefers_small",
     "small_num_sms",
@@ -39,12 +40,14 @@ class Table:
         most_tokens_else: T of what is not among them.
         num_sms: (T, SMs) pairs, T ascending: SMs of a small-batch call of at most T tokens a rank.
         num_sms_else: beyond them.
+        node_num_sms: ((ranks of a node, op, layout), SMs) pairs: SMs of a large call between nodes of so many ranks.
     """
 
     most_tokens: tuple[tuple[tuple[str, str, str], int], ...] = ()
     most_tokens_else: int = 256
     num_sms: tuple[tuple[int, int], ...] = ((32, 32),)
     num_sms_else: int = 64
+    node_num_sms: tuple[tuple[tuple[int, str, str], int], ...] = ()
 
 
 DEFAULT = Table()
@@ -79,6 +82,14 @@ def default_num_sms(op: str, layout: str) -> int:
     return DISPATCH_BY_EXPERT_NUM_SMS if op == "dispatch" else COMBINE_BY_EXPERT_NUM_SMS
 
 
+def large_num_sms(table: Table, op: str, layout: str, node_ranks: int) -> int:
+    """The same of ranks in nodes (0: none), where they were measured."""
+    for key, num_sms in table.node_num_sms:
+        if key == (node_ranks, op, layout):
+            return num_sms
+    return default_num_sms(op, layout)
+
+
 class Layer(Protocol):
     """What the choice depends on, of an ExpertParallel: weft/call/shape.py."""
 
@@ -89,6 +100,7 @@ class Layer(Protocol):
     has_num_sms: bool
     most_num_sms: int
     small_tokens: int
+    node_ranks: int
     table: Table
 
     @property
@@ -120,7 +132,9 @@ def choose_num_sms(layer: Layer, op: str, layout: str, max_tokens: int, num_sms:
         return num_sms
     if layer.has_num_sms or layer.engine == "cpu":
         return layer.num_sms
-    return min(small_num_sms(layer.table, max_tokens) if is_small else default_num_sms(op, layout), layer.most_num_sms)
+    if is_small:
+        return min(small_num_sms(layer.table, max_tokens), layer.most_num_sms)
+    return min(large_num_sms(layer.table, op, layout, layer.node_ranks), layer.most_num_sms)
 
 
 def most_num_sms(max_num_sms: int, rank_sms: int, num_windows: int, *, has_nodes: bool = False) -> int:
