@@ -256,6 +256,7 @@ def test_without_a_gpu_nothing_is_printed_before_the_error(flags: list[str]) -> 
 def test_ranks_in_nodes_have_the_planners_time_beside_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row crosses once to the other node, however many of its ranks it has picks on."""
     monkeypatch.setattr("weft.bench.report._import_seconds", lambda: 1.0)
+    monkeypatch.setenv("COLUMNS", "200")
     flags = ("--nodes", "2", "--ranks", "4", "--device", "cpu", "--preset", "dgx-h100", "--hidden", "128")
     rows = bench(*flags)
     assert_documented(rows)
