@@ -298,11 +298,11 @@ def _comes_in_before(outer_comm: Any, where: pathlib.Path) -> tuple[int, ...]:
     outer.wait()
     if outer.rank == 2:
         comm = weft.Communicator.join(address, slot=2, device="cpu", timeout_s=LONG_S / 4)
-        until(lambda: 1 in comm.membership.joining + comm.membership.standby)
-        time.sleep(0.3)  # rank 1 asks now, and finds nothing
+        until(lambda: 1 in comm.membership.standby)  # it has asked, and found nothing that it lacks
         stop(_pid_of(where, 1))
         try:
             ep = make_ep(comm)
+            assert 1 not in comm.membership.standby
             comm.ready()
             change = comm.boundary(LONG_S)
         finally:
