@@ -79,7 +79,7 @@ def spawn(
         standby: so many spares besides, ranks num_ranks and up: `fn` runs there, too, with a communicator that has
             joined with `standby=True` (`comm.is_member` is False). It makes its objects, and waits in
             `comm.boundary()` until `recover` or a change takes it in. Their results come last; None of a spare that
-            waited until the members had come to their end.
+            waited until the members had come to their end, `PeerLost` of one that was killed, as of a member.
 
     Call it from the main thread of a program that is not inside a parallel operation: other threads of the parent do
     not exist in the ranks. Each rank runs torch with one thread. Nothing is left over, also after Ctrl-C or when this
@@ -659,8 +659,11 @@ def _forgive(children: list[_Child], num_ranks: int) -> None:
     """A spare that still makes its objects when the others close has failed at nothing."""
     if any(child.was_let_go for child in children[:num_ranks]):
         for child in children[num_ranks:]:
-            if child.waits and child.outcome is not None and isinstance(child.outcome.error, PeerLost | InvalidState):
-                child.outcome.error = None
+            outcome = child.outcome
+            if not child.waits or outcome is None or outcome.was_killed:
+                continue
+            if isinstance(outcome.error, PeerLost | InvalidState):
+                outcome.error = None
 
 
 def _has_failed(children: list[_Child]) -> bool:

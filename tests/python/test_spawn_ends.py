@@ -6,9 +6,10 @@ import gc
 import importlib
 import os
 import signal
+import socket
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from test_errors import IDX, SHAPE, X, raised
@@ -98,6 +99,25 @@ def test_errors_in_place_of_results(isolation: str) -> None:
     first, second, third = weft.spawn(rank, 3, isolation=isolation, on_failure="return")
     assert (first, third) == (0, 2)
     assert isinstance(second, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("error", "was_killed", "is_forgiven"),
+    [
+        (weft.PeerLost((0,), "the group has ended"), False, True),
+        (weft.InvalidState("an object that the members have closed"), False, True),
+        (weft.PeerLost((1,), "rank 1 was killed by SIGKILL"), True, False),
+        (ValueError("of the spare"), False, False),
+    ],
+)
+def test_which_spares_have_failed(error: Exception, was_killed: bool, is_forgiven: bool) -> None:
+    """Of those that waited when the members had come to their end."""
+    ends = importlib.import_module("weft.spawn")  # the name itself is the function
+    channel = cast("socket.socket", None)
+    member, spare = ends._Child(0, -1, channel, was_let_go=True), ends._Child(1, -1, channel, waits=True)
+    spare.outcome = ends._Outcome(1, None, error, 1.0, was_killed=was_killed)
+    ends._forgive([member, spare], 1)
+    assert (spare.outcome.error is None) == is_forgiven
 
 
 class _Joins:
