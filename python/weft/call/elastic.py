@@ -81,8 +81,9 @@ class Elastic(Shared):
         Raises:
             InvalidArgument: no int (on this rank); on every rank: less than a rank has, more than max_heap_bytes, or
                 ranks differ.
-            InvalidState: closed, busy in another thread, forked, or asleep; on every rank: a change of the membership
-                is under way, which the next boundaries carry out.
+            InvalidState: closed, busy in another thread, forked, or asleep; this rank has joined and was not taken in
+                yet, or is suspended; on every rank: a change of the membership is under way, which the next boundaries
+                carry out.
             Unsupported: the nvlink engine.
             CapacityExceeded: the system refused it on a rank; raised on all. Windows before the one have grown.
             PeerTimeout, PeerLost: a rank did not take part.
@@ -92,6 +93,7 @@ class Elastic(Shared):
             if self.comm.engine != "cpu":
                 raise Unsupported("resize", f"the {self.comm.engine} engine", "the cpu engine")
             turn = calls.alone("resize")
+            self.comm._raise_if_outside("resize", "Its heaps take the size of theirs")
             if type(heap_bytes) is not int:
                 raise InvalidArgument(f"heap_bytes is {heap_bytes!r}; an int is expected")
             least = max(int(window.native.stats()["heap_bytes"]) for window in calls.windows)

@@ -20,6 +20,7 @@ from weft.group.maps import Maps, asked_contract, key_of
 
 __all__ = ["Windows"]
 
+_SOLO_EPOCH = 1  # of a rank that no change has taken in; one that was suspended is in a later epoch
 _LOOK_S = 0.01  # between two looks at what members have made
 _COMPARE_TAG = 1 << 22  # exchange tags of constructors: this plus their number; all below 1 << 24
 
@@ -91,6 +92,19 @@ class Windows(Maps):
             everywhere = answers[self._active[0]]["told"]
             self._note_object(what, arguments, windows, numbers, everywhere)
             return windows, numbers, everywhere
+
+    def _raise_if_outside(self, what: str, instead: str) -> None:
+        """Of a call that all members make: a rank that is none would do its part alone.
+
+        Raises:
+            InvalidState: it has joined and was not taken in yet, or is suspended.
+        """
+        if self._native.is_solo:
+            state = "has joined and was not taken in yet" if self._native.epoch == _SOLO_EPOCH else "is suspended"
+            raise InvalidState(
+                f"{what}: rank {self._rank} {state}, and {what} is collective among the members. {instead}: go on to "
+                f"boundary(), and call {what} with the members when a change has taken this rank in"
+            )
 
     def _made(self) -> dict[str, Any]:
         """For whoever joins: the newest window ever made here, and of those that are left which object comes next."""
