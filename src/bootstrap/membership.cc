@@ -283,7 +283,8 @@ MembershipActions Membership::decide(const RegisterWord& next) noexcept {
   return one({.kind = Action::Kind::kDecide, .epoch = newest_ + 1, .expected = next, .desired = wanted_});
 }
 
-// All memory will be fresh, so a spare needs no more than to be connected to all and to have the same windows: it is prepared for.
+// All memory will be fresh, so a spare needs no more than to be connected to all and to have the same windows: all that are left are
+// prepared for it, and it and the spares before it for each other. Else one of the two would take the other for dead, and evict it.
 void Membership::take_spares(MembershipRecord& record) const noexcept {
   int room = wish_.takes_all_spares ? wish_.spares.count() : newest_set_.count() - record.active.count();
   const RankSet left = record.active;
@@ -292,8 +293,9 @@ void Membership::take_spares(MembershipRecord& record) const noexcept {
     const bool is_free = idx < prepared_.size() && !newest_set_.contains(slot) && !gone_.contains(slot);
     if (!is_free || prepared_[idx] == 0 || record.num_new == record.new_members.size()) continue;
     bool is_known = true;
-    for (int rank = left.next(0); rank >= 0; rank = left.next(rank + 1)) {
+    for (int rank = record.active.next(0); rank >= 0; rank = record.active.next(rank + 1)) {
       is_known &= rank == rank_ || cells_[static_cast<size_t>(rank)].prepared.contains(slot);
+      is_known &= left.contains(rank) || cells_[idx].prepared.contains(rank);
     }
     if (!is_known) continue;
     record.active.add(slot);

@@ -38,7 +38,8 @@ class OpenGroup {
 
   // To one rank, never blocks, best effort; `tag` has kDirectTag.
   virtual void send(int slot, uint64_t tag, std::vector<std::byte> bytes, std::vector<OwnedFd> fds) = 0;
-  // Such messages of others, in a thread of the control plane: it must be quick. Empty: none.
+  // Such messages of others, in a thread of the control plane: it must be quick. Those that came before the first listener it hears
+  // at once. Empty: none.
   struct Sender {
     int slot;
     uint64_t incarnation;

@@ -224,6 +224,10 @@ class ProcessControlPlane final : public ControlPlane, public OpenGroup {
   void set_listener(Listen listen) override {
     const std::lock_guard lock(listen_mutex_);
     listen_ = std::move(listen);
+    keeps_letters_ = false;
+    for (Letter& letter : std::exchange(letters_, {})) {
+      if (listen_) listen_(letter.sender, letter.tag, std::move(letter.parcel));
+    }
   }
   void note_ended(int rank) { board_->gone(rank, DetectionChannel::kPidfd, "died"); }  // before this rank came to it
 
@@ -258,6 +262,13 @@ class ProcessControlPlane final : public ControlPlane, public OpenGroup {
   std::shared_ptr<const Peers> peers_;  // another list with each newcomer
   std::mutex listen_mutex_;             // held while it is called
   Listen listen_;
+  struct Letter {
+    Sender sender;
+    uint64_t tag;
+    Parcel parcel;
+  };
+  bool keeps_letters_ = open_.has_value();  // until the first listener: nobody sends them again
+  std::vector<Letter> letters_;             // of that time
   OwnedFd wake_;
   std::thread monitor_;
 };
@@ -373,7 +384,12 @@ void ProcessControlPlane::read_from(Peer& peer, PacketReader& reader, int most_p
       [&](uint64_t tag, Parcel&& parcel) {
         if ((tag & kDirectTag) == 0) return board_->put(rank, tag, std::move(parcel), peer.number);
         const std::lock_guard lock(listen_mutex_);
-        if (listen_) listen_({rank, peer.incarnation}, tag, std::move(parcel));
+        const Sender sender{rank, peer.incarnation};
+        if (listen_) {
+          listen_(sender, tag, std::move(parcel));
+        } else if (keeps_letters_) {
+          letters_.push_back({sender, tag, std::move(parcel)});
+        }
       },
       [&](const AbortReason& reason) {
         AbortReason heard = reason;

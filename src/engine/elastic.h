@@ -62,7 +62,6 @@ struct Elastic {
   bool has_room(int slot) const;
   bool is_calling(int slot) const;
   bool is_silent(int slot) const;
-  void note_silent(int slot, const Error& error);
 
   Communicator& comm;
   OpenGroup& group;

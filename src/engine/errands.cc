@@ -81,6 +81,7 @@ Parcel Communicator::inquire(int slot, Errand errand, std::vector<std::byte> byt
     if (!lives) raise_lost();
     if (is_closed()) throw_invalid_state("the communicator was closed while it waited for an answer");
     if (now_ns() >= wait.deadline_ns) {
+      if (!is_member && e.is_solo) e.silent.insert(slot);  // under the lock: an answer that comes from now on ends it
       throw_peer_timeout("join", 0, {slot}, "rank " + std::to_string(slot) + " did not answer by the deadline");
     }
   }
@@ -206,7 +207,6 @@ void Communicator::swap_offers(MemberWindow& window, const RankSet& members, con
       WEFT_FAIL_POINT("window.shared");
     } catch (const Error& error) {  // another newcomer asks when it makes the window
       const bool is_of_no_use = !is_new && error.code == ErrorCode::kInvalidState;  // the member has closed it
-      if (until_ns < wait.deadline_ns) elastic_->note_silent(peer, error);
       if (is_member && !is_of_no_use && error.code != ErrorCode::kPeerLost) throw;
     }
   }
@@ -298,7 +298,6 @@ bool Communicator::ask_whether_all_is_made(const Wait& wait) {
         ask(event, Wait{0, {}});
       }
     } catch (const Error& error) {  // another newcomer, which may be stopped, holds up nobody
-      if (until_ns < wait.deadline_ns) e.note_silent(peer, error);
       if (is_member && error.code != ErrorCode::kPeerLost) throw;
     }
   }

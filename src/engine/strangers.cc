@@ -90,12 +90,6 @@ bool Elastic::is_silent(int slot) const {
   return silent.contains(slot);
 }
 
-void Elastic::note_silent(int slot, const Error& error) {
-  if (error.code != ErrorCode::kPeerTimeout) return;
-  const std::lock_guard lock(mutex);
-  silent.insert(slot);
-}
-
 // Whether there are other members by now than those of `epoch`.
 bool Communicator::is_newer_than(u32 epoch) {
   return next_epoch_.load(std::memory_order_relaxed) != epoch + 1 || plane_->ledger().is_decided(epoch + 1);

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import signal
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -77,10 +79,21 @@ def test_a_spare_of_spawn_takes_the_place_of_the_dead(victim: int) -> None:
         assert [(each.added, each.active) for each in changes] == [((3,), tuple({0, 1, 2, 3} - {victim}))]
 
 
-def _loses_two(comm: Any) -> weft.Change:
+def _say_when_ready_for(comm: Any, other: int, where: pathlib.Path) -> None:
+    """In a thread: the spare itself waits in `boundary`."""
+
+    def look() -> None:
+        until(lambda: other in comm.membership.standby)
+        (where / str(comm.rank)).touch()
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def _loses_two(comm: Any, where: pathlib.Path) -> weft.Change:
     ep = make_ep(comm)
     if comm.is_member:
         until(lambda: comm.membership.standby == (3, 4))
+        until(lambda: len(list(where.iterdir())) == 2)  # the spares are prepared for each other, too
         comm.meet(LONG_S)
         with contextlib.suppress(weft.PeerLost):  # the other one may die before this one has come out of it
             comm.meet(LONG_S)  # all have come out of the first one
@@ -93,6 +106,7 @@ def _loses_two(comm: Any) -> weft.Change:
             until(lambda: {rank for rank, _, _ in comm._native.detections()} >= {1, 2})
             change: weft.Change = comm.recover()
     else:
+        _say_when_ready_for(comm, 7 - comm.rank, where)
         found = comm.boundary()
         assert found is not None
         change = found
@@ -100,9 +114,9 @@ def _loses_two(comm: Any) -> weft.Change:
     return change
 
 
-def test_two_spares_come_in_together() -> None:
+def test_two_spares_come_in_together(tmp_path: pathlib.Path) -> None:
     """One recovery; each of them hears of the other, too."""
-    seen = weft.spawn(_loses_two, 3, device="cpu", on_failure="return", standby=2)
+    seen = weft.spawn(_loses_two, 3, (tmp_path,), device="cpu", on_failure="return", standby=2)
     assert [type(each) for each in seen] == [weft.Change, weft.PeerLost, weft.PeerLost, weft.Change, weft.Change]
     for change in (seen[0], *seen[3:]):
         assert (change.added, change.active) == ((3, 4), (0, 3, 4))

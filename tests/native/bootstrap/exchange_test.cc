@@ -8,6 +8,7 @@
 #include <fstream>
 #include <random>
 
+#include "bootstrap/open_group.h"
 #include "bootstrap/ranks.h"
 
 using namespace weft;        // NOLINT(google-build-using-namespace)
@@ -402,6 +403,35 @@ TEST(a_forked_child_that_drops_the_plane_tells_nobody) {
     CHECK(self.plane->dead_ranks().empty());
     self.exchange({0, 1}, 3);
   });
+}
+
+// Rank 0 speaks as soon as it is connected; rank 1 listens when the message has come.
+TEST(a_message_that_comes_before_the_listener_is_heard) {
+  ForkedRanks ranks(2, [](Rank& self) {
+    self.plane = connect_processes(self.rank, self.endpoints, std::move(self.listener), deadline_after_s(kLongS), {},
+                                   {}, Capacity{2});
+    OpenGroup& group = *self.plane->open_group();
+    if (self.rank == 0) {
+      for (const uint64_t number : {5, 6}) group.send(1, kDirectTag | number, bytes_of(number), {});
+    }
+    self.exchange({0, 1}, 1);  // behind them
+    std::vector<uint64_t> heard;
+    if (self.rank == 1) {
+      group.set_listener([&](const OpenGroup::Sender& sender, uint64_t tag, Parcel&& parcel) {
+        CHECK_EQ(sender.slot, 0);
+        CHECK(parcel.bytes == bytes_of(tag & ~kDirectTag));
+        heard.push_back(tag & ~kDirectTag);
+      });
+      CHECK(heard == std::vector<uint64_t>({5, 6}));
+      group.set_listener({});
+    }
+    self.exchange({0, 1}, 2);
+    if (self.rank == 0) group.send(1, kDirectTag | 7, {}, {});
+    self.exchange({0, 1}, 3);
+    group.set_listener([](const OpenGroup::Sender&, uint64_t, Parcel&&) { CHECK(false); });  // nobody listened any more
+    self.plane->close();
+  });
+  ranks.join_all();
 }
 
 int main(int argc, char** argv) { return run_tests(argc, argv); }

@@ -689,6 +689,29 @@ TEST(who_could_be_taken_in) {
   CHECK(self.admissible(RankSet::of({1})).empty());
 }
 
+// Rank 0 is left of three, and prepared for the spares 3 and 4. Not connected to each other they would take each other for dead.
+TEST(spares_come_in_together_if_they_are_prepared_for_each_other) {
+  const auto decided = [](const RankSet& of_3, const RankSet& of_4) {
+    SharedMemory page = SharedMemory::create(PageRegister::kBytes);
+    PageRegister words{{page.data(), PageRegister::kBytes}};
+    std::map<uint32_t, MembershipRecord> records;
+    Caller caller(Membership(0, {11, 12, 13, 0, 0}, kGroup, 1), words, records);
+    for (const int spare : {3, 4}) {
+      const MembershipCell cell{.prepared = spare == 3 ? of_3 : of_4};
+      const auto incarnation = static_cast<uint64_t>(11 + spare);
+      caller.run({.kind = Event::Kind::kPrepared, .rank = spare, .incarnation = incarnation});
+      caller.run({.kind = Event::Kind::kCell, .rank = spare, .cell = &cell});
+    }
+    caller.run({.kind = Event::Kind::kGone, .ranks = RankSet::of({1, 2})});
+    caller.recover({.spares = RankSet::of({3, 4}), .takes_all_spares = true});
+    return records[2].active;
+  };
+  CHECK(decided(RankSet::of({3, 4}), RankSet::of({3, 4})) == RankSet::of({0, 3, 4}));
+  CHECK(decided(RankSet::of({3, 4}), RankSet::of({4})) == RankSet::of({0, 3}));
+  CHECK(decided(RankSet::of({3}), RankSet::of({3, 4})) == RankSet::of({0, 3}));
+  CHECK(decided(RankSet::of({3}), RankSet::of({4})) == RankSet::of({0, 3}));
+}
+
 TEST(a_death_withdraws_a_proposal) {
   Changing group;
   group.prepare({0, 1});

@@ -98,4 +98,32 @@ TEST(who_is_silent_is_not_waited_for_again) {
   CHECK(num_asked > 1);
 }
 
+// The same where the deadline of the call came before the time of the other one.
+TEST(who_was_silent_until_the_deadline_is_asked_when_it_speaks) {
+  NewcomerCase joined(2, {{0, 11}, {1, 12}, {3, 14}});
+  Stage& stage = joined.stage;
+  const Listener other;
+  stage.page->slots().claim(3, other.endpoint(), 0);
+  {
+    const std::lock_guard lock(stage.mutex);
+    stage.peers[3] = incarnation_of(other.endpoint());
+  }
+  std::atomic<bool> is_awake{false};
+  stage.on_send = [&](const Sent& message) {
+    if (message.slot == 3 && !is_awake) return;
+    if (message.errand == Errand::kWindow || message.errand == Errand::kReady) joined.answer(message, {});
+  };
+  SlotCell shown{{}, 1, 0, 1};
+  shown.membership.prepared.add(2);
+  for (const int member : {0, 1}) stage.page->slots().show(member, shown);
+  joined.comm->ready(deadline_after_s(0.2), {});
+  CHECK(!stage.prepared(2).contains(3));
+  is_awake = true;
+  stage.hear(3, incarnation_of(other.endpoint()), Errand::kAnswer, 1, {});  // late: nobody waits for it
+  CHECK(comes_true([&] {
+    CHECK(!joined.comm->boundary(deadline_after_s(0.01), {}));
+    return stage.prepared(2).contains(3);
+  }));
+}
+
 int main(int argc, char** argv) { return run_tests(argc, argv); }
