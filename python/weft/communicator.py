@@ -204,7 +204,8 @@ class Communicator(CollectiveChanges):
         on by then, it does not recover once more, but returns what was done.
 
         `spares`: of the ranks that have joined and are `ready()`, whom to take in: "auto": the lowest, as many as are
-        lost; 0: none; or these ranks. One that is not ready stays out.
+        lost; 0: none; or these ranks. One that is not ready stays out, and so does one that has just joined beside a
+        lower spare and is not connected to that: a later recovery or change takes it in.
 
         ```python
         try:

@@ -117,6 +117,48 @@ def test_a_spare_is_ready_for_who_came_with_it(tmp_path: pathlib.Path) -> None:
     assert seen[1:] == [(1, 2)] * 2
 
 
+def _have_not_met(outer_comm: Any, gone_on: pathlib.Path) -> tuple[int, ...]:
+    """The spare in slot 4 joins first, so it finds nobody in slot 3 and calls there later; then ranks 1 and 2 die."""
+    outer = Outer(outer_comm)
+    comm, address = open_group(outer, 3, 5)
+    ep = make_ep(comm) if comm is not None else None
+    for turn in (4, 3):
+        outer.wait()
+        if outer.rank == turn:
+            comm = weft.Communicator.join(address, slot=turn, device="cpu")
+    assert comm is not None
+    ep = ep or make_ep(comm)
+    if outer.rank > 2:
+        comm.ready()
+    outer.wait()
+    if outer.rank in (1, 2):
+        outer.die(gone_on, 3)
+    outer.go_on(gone_on)
+    change: Any = None
+    if outer.rank == 0:
+        try:
+            while True:
+                checked_step(ep, number_of(comm))
+        except (weft.PeerLost, weft.PeerTimeout):
+            until(lambda: {rank for rank, _, _ in comm._native.detections()} >= {1, 2})
+            change = comm.recover(spares=[3, 4])
+        if 4 not in change.active:
+            comm.propose(admit=[4])
+    else:
+        change = comm.boundary(LONG_S)
+    if 4 not in change.active:
+        run_until(comm, ep, [0, 3, 4])
+    checked_step(ep, number_of(comm))
+    return tuple(comm.active_ranks)
+
+
+def test_spares_that_have_not_met_are_both_kept(tmp_path: pathlib.Path) -> None:
+    """One recovery takes in who are connected to each other; the other one is a spare as before."""
+    seen = weft.spawn(_have_not_met, num_ranks=5, args=(tmp_path,), device="cpu", on_failure="return")
+    assert [type(seen[rank]) for rank in (1, 2)] == [weft.PeerLost] * 2
+    assert [seen[rank] for rank in (0, 3, 4)] == [(0, 3, 4)] * 3
+
+
 def _suspended(comm: Any) -> list[tuple[int, ...]]:
     ep = make_ep(comm)
     checked_step(ep, number_of(comm))
