@@ -117,3 +117,48 @@ def _resizes(outer_comm: Any) -> tuple[Any, ...]:
 def test_heaps_grow_while_ranks_come_and_go() -> None:
     """Before a change is proposed, and behind it; in between all are told of it. What lies in the heap stays."""
     assert weft.spawn(_resizes, 3, device="cpu") == [((2,), (2,), (2,), SIZES[3])] * 3
+
+
+def _outside(outer_comm: Any, how: str) -> tuple[Any, ...]:
+    """Rank 2 resizes while it is no member: a newcomer, a spare, or one that was suspended."""
+    outer = Outer(outer_comm)
+    comm, address = open_group(outer, 3 if how == "suspended" else 2, 3)
+    state = "is suspended" if how == "suspended" else "has joined and was not taken in yet"
+    if comm is None:
+        outer.wait()
+        comm = weft.Communicator.join(address, standby=how == "spare", device="cpu")
+        ep = make_ep(comm, **HEAP)
+    else:
+        ep = make_ep(comm, **HEAP)
+        outer.wait()
+    if how == "suspended":
+        assert comm.change(suspend=[2]).removed == (2,)
+    if comm.rank == 2:
+        for size in (SIZES[1], SIZES[0]):
+            with pytest.raises(weft.InvalidState) as refused:
+                ep.resize(heap_bytes=size)
+            assert str(refused.value).startswith(f"resize: rank 2 {state}, and resize is collective among the members")
+            assert "call resize with the members when a change has taken this rank in" in str(refused.value)
+        assert (comm.broken, ep.heap_bytes) == (False, SIZES[0])
+        checked_step(ep, 9)  # alone
+        if how == "newcomer":
+            comm.ready()
+        change = comm.boundary(LONG_S)
+        assert change is not None
+        checked_step(ep, number_of(comm))
+    else:
+        if comm.rank == 0:
+            comm.propose(admit=[2])
+        change = run_until(comm, ep, [0, 1, 2])
+    ep.resize(heap_bytes=SIZES[2])
+    Kept(ep).combine()
+    outer.wait()
+    seen = change.added, ep.heap_bytes
+    comm.close()
+    return seen
+
+
+@pytest.mark.parametrize("how", ["newcomer", "spare", "suspended"])
+def test_who_is_no_member_resizes(how: str) -> None:
+    """It is told its state and what to do, and nothing changes; as a member it resizes with the others."""
+    assert weft.spawn(_outside, 3, (how,), device="cpu") == [((2,), SIZES[2])] * 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import pathlib
 import signal
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any, cast
 import pytest
 from test_errors import IDX, SHAPE, X, raised
 from test_lifecycle import sum_of_all
+from test_standby import until
 
 import weft
 
@@ -99,6 +101,38 @@ def test_errors_in_place_of_results(isolation: str) -> None:
     first, second, third = weft.spawn(rank, 3, isolation=isolation, on_failure="return")
     assert (first, third) == (0, 2)
     assert isinstance(second, KeyError)
+
+
+@pytest.mark.parametrize("on_failure", ["return", "raise"])
+def test_a_spare_that_was_killed_is_told_of(on_failure: str, tmp_path: pathlib.Path) -> None:
+    """As a member: it has not waited until the others had come to their end."""
+    pid = tmp_path / "pid"
+
+    def rank(comm: weft.Communicator) -> int:
+        if not comm.is_member:
+            (tmp_path / "written").write_text(str(os.getpid()))
+            (tmp_path / "written").rename(pid)
+            comm.ready()
+            comm.boundary()
+            raise AssertionError("taken in")
+        until(lambda: pid.exists() and comm.membership.standby == (2,))
+        comm.meet(60.0)
+        if comm.rank == 0:
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+        until(lambda: comm.membership.standby == ())
+        return comm.rank
+
+    def run() -> list[Any]:
+        return weft.spawn(rank, 2, device="cpu", standby=1, on_failure=on_failure)
+
+    if on_failure == "raise":
+        with pytest.raises(weft.PeerLost, match=r"rank 2 \(pid \d+\) was killed by SIGKILL"):
+            run()
+        return
+    *members, spare = run()
+    assert members == [0, 1]
+    assert isinstance(spare, weft.PeerLost)
+    assert "was killed by SIGKILL" in str(spare)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from weft import _load
 from weft.engine import Choice, look
-from weft.errors import InvalidArgument, InvalidState, PeerTimeout, Unsupported, rank_list
+from weft.errors import Error, InvalidArgument, InvalidState, PeerTimeout, Unsupported, rank_list
 from weft.group import files
 from weft.group.joining import CONNECT_TIMEOUT_S, device_of, positive_seconds
 from weft.group.maps import asked_contract
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from weft.call.expert_map import ExpertMap
 
 __all__ = ["Changes"]
+
+_DECIDE_S = 1.0  # least time of a boundary in leave(): it takes back by itself, and early, what is not decided
 
 
 class Changes(Recovering):
@@ -292,7 +295,8 @@ class Changes(Recovering):
         part of what the others do between two boundaries; None: nothing.
 
         Raises:
-            As `propose` and `boundary`. PeerTimeout: it was not decided in time; this rank is a member as before.
+            As `propose` and `boundary`, and what `step` raises; it is proposed no more then. PeerTimeout: it was not
+                decided in time, or no other rank would be left; this rank is a member as before.
         """
         end = time.monotonic() + positive_seconds("deadline_s", deadline_s)
         if self._unsaid is not None:
@@ -301,14 +305,19 @@ class Changes(Recovering):
         if done is not None and self._rank in done.removed:
             return done
         ticket = self.propose(remove=[self._rank], deadline_s=deadline_s)
-        while True:
-            done = self.boundary(max(end - time.monotonic(), 0.001))
-            if done is not None and self._rank in done.removed:
-                return done
-            if ticket.state == "withdrawn":
-                raise PeerTimeout("leave", 0, (), f"rank {self._rank}: {ticket.reason}")
-            if step is not None:
-                step()
+        try:
+            while True:
+                done = self.boundary(max(end - time.monotonic(), _DECIDE_S))
+                if done is not None and self._rank in done.removed:
+                    return done
+                if ticket.state == "withdrawn":
+                    raise PeerTimeout("leave", 0, (), f"rank {self._rank}: {ticket.reason}")
+                if step is not None:
+                    step()
+        except BaseException:  # also of a step: it stays, unless that was decided
+            with contextlib.suppress(Error):
+                ticket.withdraw()
+            raise
 
     def _raise_if_closed(self, what: str) -> None:
         if self._closed:
