@@ -10,6 +10,8 @@ a node has.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import math
 import multiprocessing
 import os
 import runpy
@@ -27,9 +29,15 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 
+_BUSY = 1 << 26  # elements of a matrix that is multiplied to keep a GPU busy; nobody reads the product
+
+
 def _is_cuda(value: Any) -> bool:
     is_device = isinstance(value, torch.device) and value.type == "cuda"
     return is_device or (isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")))
+
+
+_PRODUCTS = (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul)
 
 
 class CudaAsCpu(TorchFunctionMode):
@@ -41,6 +49,10 @@ class CudaAsCpu(TorchFunctionMode):
         args = tuple("cpu" if _is_cuda(each) else each for each in args)
         named = {name: "cpu" if _is_cuda(each) else each for name, each in (kwargs or {}).items()}
         named.pop("pin_memory", None)  # there is no such memory
+        if func is torch.randn and args and isinstance(args[0], tuple) and math.prod(args[0]) >= _BUSY:
+            return torch.empty(*args, **named)
+        if func in _PRODUCTS and args[0].numel() >= _BUSY:
+            return torch.empty_like(args[0])
         return func(*args, **named)
 
 
@@ -60,6 +72,13 @@ class _Nothing:
         pass
 
     synchronize = wait = wait_event = wait_stream
+
+
+class _Profile(torch.profiler.profile):
+    """Of calls in place of kernels: they have the same names (weft::dispatch, weft::combine)."""
+
+    def __init__(self, *, activities: Any = None, **named: Any) -> None:
+        super().__init__(activities=[torch.profiler.ProfilerActivity.CPU], **named)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,6 +108,7 @@ def _spawn(fn: Any, args: Any = (), nprocs: int = 1, **named: Any) -> None:
 @contextlib.contextmanager
 def cuda_as_cpu() -> Iterator[None]:
     """For the rest of a process: what it replaces in torch stays so."""
+    importlib.import_module("torch._inductor")  # profilers load it, and it looks at what is replaced here
     nothing: Any = lambda *args, **named: None  # noqa: E731
     cuda: Any = torch.cuda
     for name in ("synchronize", "set_device", "_sleep", "manual_seed_all", "manual_seed"):
@@ -99,6 +119,7 @@ def cuda_as_cpu() -> Iterator[None]:
     cuda.nvtx.range = lambda *args: contextlib.nullcontext()
     cuda.profiler.start = cuda.profiler.stop = nothing
     torch.set_default_device = nothing
+    torch.profiler.profile = _Profile  # type: ignore[misc]
     init, gather, exchange = dist.init_process_group, dist.all_gather_into_tensor, dist.all_to_all_single
 
     def init_process_group(backend: Any = None, **named: Any) -> None:

@@ -94,11 +94,12 @@ def bench_kineto(
     num_kernels_per_period: int = 1,
     barrier: Callable[[], object] | None = None,
 ) -> Any:
-    """Seconds of a kernel of `fn` by torch's profiler: a float for a name, a tuple for several.
+    """Seconds of a kernel of `fn` by torch's profiler: a float for a name, a tuple for several. On the cpu engine, which
+    has no kernels, of Weft's calls, or their halves, in the name's place.
 
     num_kernels_per_period > 1: a list, of the first, second ... kernel of that name in a call. Those of `barrier`,
-    which is a dispatch, are not counted. A name with no counterpart here, no kernel (the cpu engine), or
-    kernels that can't be told from the barrier's, is nan.
+    which is a dispatch, are not counted. A name with no counterpart here, or kernels that can't be told from the
+    barrier's, is nan.
     """
     names = (kernel_names,) if isinstance(kernel_names, str) else tuple(kernel_names)
     before = barrier if barrier_comm_profiling else None
@@ -133,20 +134,21 @@ def seconds_of(
 def _profiled(
     fn: Callable[[], object], num_tests: int, trace_path: str | None, flush_l2: bool, barrier: Any
 ) -> list[tuple[str, float]]:
-    """(name, seconds) of every kernel, in the order in which they ran."""
-    if not torch.cuda.is_available():
-        fn()  # there is nothing to measure, but it must work
-        return []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    """(name, seconds) of every kernel, or call on the cpu engine, in the order in which they ran."""
+    has_cuda, of = torch.cuda.is_available(), torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[of.CUDA if has_cuda else of.CPU]) as profile:
         for _ in range(num_tests):
             flush_l2_cache(flush_l2)
             if barrier is not None:
                 barrier()
             fn()
-        torch.cuda.synchronize()
+        if has_cuda:
+            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(trace_path or Path(folder) / "trace.json")
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    kernels = sorted((each for each in events if each.get("cat") == "kernel"), key=lambda each: each["ts"])
+    category, names = ("kernel", "") if has_cuda else ("user_annotation", "weft::")
+    kernels = [each for each in events if each.get("cat") == category and each["name"].startswith(names)]
+    kernels.sort(key=lambda each: each["ts"])
     return [(each["name"], each["dur"] / 1e6) for each in kernels]
