@@ -393,6 +393,18 @@ def count_picks(
     ranks: int,
     is_in_rank: int,
 ) -> None: ...
+def picks_of_map(
+    gpu: Gpu | None,
+    stream: int,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    weight_bytes: int,
+    chosen: int,
+    probs: int,
+    topk_idx: int,
+    topk_weights: int,
+) -> None: ...
 
 gpu_plan_header: int
 gpu_plan_dropped: int

@@ -14,6 +14,7 @@
 #include "engine/nvlink/dispatch_config.h"
 #include "engine/nvlink/gradients.h"
 #include "engine/nvlink/need_room.h"
+#include "engine/nvlink/picks_of_map.h"
 #include "engine/nvlink/place_rows.h"
 #include "engine/nvlink/small_combine.h"
 #include "engine/nvlink/small_dispatch.h"
@@ -115,6 +116,7 @@ void bind_jit(nb::module_& m) {
   m.def("render_unload", &nvlink::render_unload);
   m.def("render_gradients", &nvlink::render_gradients);
   m.def("render_count_picks", &nvlink::render_count_picks);
+  m.def("render_picks_of_map", &nvlink::render_picks_of_map);
   m.def("render_need_room", &nvlink::render_need_room);
   m.def("kernel_symbol", &nvlink::symbol_of, "source"_a);
   m.def("render_link_limit", &render_link_limit, nb::kw_only(), "row_bytes"_a, "is_pull"_a);

@@ -11,6 +11,7 @@
 #include "bindings/calls.h"
 #include "bindings/gil.h"
 #include "engine/nvlink/count_picks.h"
+#include "engine/nvlink/picks_of_map.h"
 #include "engine/nvlink/window.h"
 #include "weft/layout/gpu_plan.h"
 
@@ -78,6 +79,15 @@ void count_picks(const std::shared_ptr<nvlink::Gpu>& gpu, u64 stream, i64 num_to
   nvlink::count_picks(*gpu, stream, call);
 }
 
+// `gpu`: None: in memory of the host.
+void picks_of_map(const std::shared_ptr<nvlink::Gpu>& gpu, u64 stream, i64 num_tokens, i32 num_experts, i32 top_k,
+                  i32 weight_bytes, u64 chosen, u64 probs, u64 topk_idx, u64 topk_weights) {
+  const PicksOfMap call{chosen, probs, topk_idx, topk_weights, num_tokens, num_experts, top_k, weight_bytes};
+  const ReleasedGil release;
+  if (gpu == nullptr) return weft::picks_of_map(call);
+  nvlink::picks_of_map(*gpu, stream, call);
+}
+
 }  // namespace
 
 void bind_nvlink(nb::module_& m) {
@@ -103,6 +113,8 @@ void bind_nvlink(nb::module_& m) {
   m.attr("gpu_plan_dropped") = kGpuPlanDropped;
   m.def("count_picks", &count_picks, "gpu"_a.none(), "stream"_a, "num_tokens"_a, "top_k"_a, "num_experts"_a,
         "num_ranks"_a, "is_int64"_a, "topk_idx"_a, "experts"_a, "ranks"_a, "is_in_rank"_a);
+  m.def("picks_of_map", &picks_of_map, "gpu"_a.none(), "stream"_a, "num_tokens"_a, "num_experts"_a, "top_k"_a,
+        "weight_bytes"_a, "chosen"_a, "probs"_a, "topk_idx"_a, "topk_weights"_a);
   m.def(
       "gpu_recv_plan_len",
       [](i64 max_tokens, i32 top_k, i32 num_ranks, int layout) {

@@ -209,8 +209,8 @@ def ids_of_a_map(comm: weft.Communicator) -> bool:
     routing_map, probs = deep_ep.hybrid_ep_buffer.indices_to_map(ids, weights, TOKENS, EXPERTS)
     made, picks_of_map = [], deep_ep.hybrid_ep_buffer.picks_of_map
 
-    def noted(*args: Any) -> Any:
-        made.append(picks_of_map(*args))
+    def noted(*args: Any, **named: Any) -> Any:
+        made.append(picks_of_map(*args, **named))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:

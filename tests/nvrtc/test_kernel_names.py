@@ -16,7 +16,7 @@ MANGLED = re.compile(r"_ZN4weft(\d+)(\w+)ENS_7kernels(\d+)(\w+)E")
 NAMES = {
     "dispatch": "dispatch_kernel", "small dispatch": "dispatch_kernel", "combine": "combine_kernel",
     "small combine": "combine_kernel", "unload": "unload_kernel", "gradients": "gradients_kernel",
-    "count": "count_picks_kernel", "need": "need_room_kernel",
+    "count": "count_picks_kernel", "picks": "picks_of_map_kernel", "need": "need_room_kernel",
     "place": "place_rows_kernel", "stage": "stage_rows_kernel",
 }  # fmt: skip
 

@@ -12,6 +12,10 @@ from weft.call.maps import picks_of_map
 NUM_EXPERTS, TOP_K = 8, 3
 
 
+class _Marked(torch.Tensor):
+    """Of a program that may look at every operation."""
+
+
 def make(rank: int, num_tokens: int = 11, most: int = TOP_K) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of 0 to `most` experts."""
     generator = torch.Generator(device="cpu").manual_seed(rank)
@@ -27,13 +31,43 @@ def test_picks_are_those_of_the_reference(top_k: int, has_probs: bool) -> None:
     for most in (0, 3, 8):
         chosen, probs = make(most, most=most)
         given = probs if has_probs else None
-        for found, right in zip(
-            picks_of_map(chosen, given, NUM_EXPERTS, top_k),
-            reference.picks_of_map(chosen, given, NUM_EXPERTS, top_k),
-            strict=True,
-        ):
-            assert (found is None) == (right is None)
-            assert found is None or right is None or torch.equal(found, right)
+        for in_ops in (False, True):  # where gradients are asked for: by operations of torch
+            wanted = probs.clone().requires_grad_() if in_ops and has_probs else given
+            seen = torch.Tensor.as_subclass(chosen, _Marked) if in_ops and not has_probs else chosen
+            for found, right in zip(
+                picks_of_map(seen, wanted, NUM_EXPERTS, top_k, runs_kernels=False),
+                reference.picks_of_map(chosen, given, NUM_EXPERTS, top_k),
+                strict=True,
+            ):
+                assert (found is None) == (right is None)
+                assert found is None or right is None or torch.equal(found, right)
+
+
+def test_maps_and_weights_that_are_views() -> None:
+    """Their memory is not read as it lies; weights of two bytes keep their bits."""
+    chosen, probs = make(1, num_tokens=2 * NUM_EXPERTS)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        given = probs.to(dtype)
+        want = reference.picks_of_map(chosen[::2].T, given.float()[::2].T, NUM_EXPERTS, TOP_K)
+        ids, weights = picks_of_map(chosen[::2].T, given[::2].T, NUM_EXPERTS, TOP_K, runs_kernels=False)
+        assert weights is not None
+        assert want[1] is not None
+        assert weights.dtype is dtype
+        assert torch.equal(ids, want[0])
+        assert torch.equal(weights.float(), want[1])
+    neg = torch.complex(probs, probs).conj().imag  # its memory has the other sign
+    assert neg.is_neg()
+    ids, weights = picks_of_map(chosen, neg, NUM_EXPERTS, TOP_K, runs_kernels=False)
+    want = reference.picks_of_map(chosen, -probs, NUM_EXPERTS, TOP_K)
+    assert weights is not None
+    assert want[1] is not None
+    assert torch.equal(weights, want[1])
+
+
+def test_numbers_that_make_no_sense_are_refused() -> None:
+    chosen, _ = make(0)
+    with pytest.raises(weft.InvalidArgument, match="a pick at least"):
+        picks_of_map(chosen, None, NUM_EXPERTS, 0, runs_kernels=False)
 
 
 def calls(comm: weft.Communicator) -> None:

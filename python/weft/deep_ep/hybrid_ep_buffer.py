@@ -447,8 +447,8 @@ class HybridEPBuffer(Ending):
                 )
             if routing.weights is not None:
                 check_weights("probs", routing.weights, routing_map.shape, device)
-        picks = 1 if routing_map is not None else routing.ids.shape[1]
-        self._layers.check(ShapeOf(num_experts, picks, form.hidden, form.dtype), num_tokens)
+        num_picks = 1 if routing_map is not None else routing.ids.shape[1]
+        self._layers.check(ShapeOf(num_experts, num_picks, form.hidden, form.dtype), num_tokens)
         most = max(num_tokens, self._config.max_num_of_tokens_per_rank)
         top_k = routing.ids.shape[1]
         if routing_map is not None:
@@ -462,7 +462,9 @@ class HybridEPBuffer(Ending):
             if routing_map is not None:
                 top_k = self._top_k[num_experts] = max(row[1] for row in told)
         if routing_map is not None:
-            routing = _Routing(*picks_of_map(routing_map, routing.weights, num_experts, top_k), num_experts)
+            on_gpu = self._ranks.comm.engine == "nvlink"
+            picks = picks_of_map(routing_map, routing.weights, num_experts, top_k, runs_kernels=on_gpu)
+            routing = _Routing(*picks, num_experts)
         return routing, self._layers.get(ShapeOf(num_experts, top_k, form.hidden, form.dtype), most)
 
     def _sum(self, known: HybridHandle, hidden: Tensor) -> Tensor:

@@ -92,6 +92,7 @@ def kernels(shape: KernelShape, shared_bytes: int) -> Iterator[tuple[str, str]]:
     yield "unload", _load.native().render_unload()
     yield "gradients", _load.native().render_gradients()
     yield "count picks", _load.native().render_count_picks()
+    yield "picks of map", _load.native().render_picks_of_map()
     yield "need room", _load.native().render_need_room()
 
 
