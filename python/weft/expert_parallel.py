@@ -168,7 +168,7 @@ class ExpertParallel(Elastic, Reports, Lifetime):
                 batches on GPUs; what else is not contiguous is copied first.
             topk_idx: [T, K] int32 or int64; -1: no expert. Ids out of range count as -1, and the next call raises (on a
                 GPU the next dispatch without capacity). Or a map, bool [T, E], with topk_weights [T, E]: its ids
-                ascending, on a GPU some kernels more; a row with more than K counts as an id out of range.
+                ascending, on a GPU one kernel more; a row with more than K counts as an id out of range.
             topk_weights: [T, K] fp32, or bf16 or fp16, converted exactly; None: 1. Given on every rank or on none if
                 gradients are wanted.
             handle: repeat its routing with this x (any of the three dtypes) in place of topk_idx and topk_weights.

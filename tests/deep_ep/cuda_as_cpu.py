@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-
 _BUSY = 1 << 26  # elements of a matrix that is multiplied to keep a GPU busy; nobody reads the product
 
 

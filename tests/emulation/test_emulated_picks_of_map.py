@@ -1,5 +1,5 @@
-"""Guards against picks of a routing map that are not those of its rows: an expert behind the last whole step of a warp left
-out, a row with more picks than fit that is not marked, words behind a row's picks that keep what was there."""
+"""Guards against picks of a routing map that are not those of its rows: an expert behind the last whole step of a warp
+left out, a row with more picks than fit that is not marked, words behind a row's picks that keep what was there."""
 
 from __future__ import annotations
 

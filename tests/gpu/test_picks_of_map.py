@@ -1,5 +1,5 @@
-"""Guards against picks of a routing map on a GPU that are not those of the host, also where a graph makes them again, and
-against a second kernel beside the one that makes them."""
+"""Guards against picks of a routing map on a GPU that are not those of the host, also where a graph makes them again,
+and against a second kernel beside the one that makes them."""
 
 from __future__ import annotations
 

@@ -94,8 +94,8 @@ def bench_kineto(
     num_kernels_per_period: int = 1,
     barrier: Callable[[], object] | None = None,
 ) -> Any:
-    """Seconds of a kernel of `fn` by torch's profiler: a float for a name, a tuple for several. On the cpu engine, which
-    has no kernels, of Weft's calls, or their halves, in the name's place.
+    """Seconds of a kernel of `fn` by torch's profiler: a float for a name, a tuple for several. On the cpu engine,
+    which has no kernels, of Weft's calls, or their halves, in the name's place.
 
     num_kernels_per_period > 1: a list, of the first, second ... kernel of that name in a call. Those of `barrier`,
     which is a dispatch, are not counted. A name with no counterpart here, or kernels that can't be told from the
