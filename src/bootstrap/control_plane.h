@@ -50,7 +50,7 @@ struct AbortReason {
   uint64_t sequence = 0;  // of the broken operation; 0 outside operations
   uint32_t phase = 0;
   uint32_t op_kind = 0;
-  RankSet peers;                        // who was late too
+  RankSet peers;                        // who was late too. kAborted: ranks that count their boundaries differently
   uint64_t attempt = 0;                 // kAborted: the epoch that the reporter was about to enter; 0: none
   std::array<char, kTextBytes> text{};  // why, where somebody said it: one line, zeros behind it. Read it by text_of()
 };

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "engine/apart.h"
 #include "engine/elastic.h"
 #include "weft/config/fail_point.h"
 
@@ -532,6 +533,22 @@ RankSet Communicator::not_installed(const MembershipRecord& record) {
     waited.remove(rank);
   }
   return waited;
+}
+
+// An open group's members come to the boundary of a change with all operations before it ended. So whoever has shown that it has installed
+// the change, and has not sent what this rank waits for, has made one call less between two boundaries.
+std::optional<std::string> Elastic::gone_on_text(int rank) const {
+  const std::optional<SlotCell> cell = group.slots().look(rank);
+  if (is_solo || !cell || cell->installed <= comm.epoch_) return std::nullopt;
+  const std::lock_guard lock(comm.membership_mutex_);
+  return "rank " + std::to_string(rank) + " has passed " + std::to_string(cell->membership.passed) +
+         " and is in epoch " + std::to_string(cell->installed) + ", rank " + std::to_string(comm.rank_) +
+         " has passed " + std::to_string(comm.membership_.passed()) + " and is in epoch " + std::to_string(comm.epoch_);
+}
+
+std::optional<std::string> gone_on_text(const Communicator& comm, int rank) {
+  const Elastic* elastic = Elastic::of(comm);
+  return elastic == nullptr ? std::nullopt : elastic->gone_on_text(rank);
 }
 
 // Whether a new rank need not wait any more: all members have come, or they will not.

@@ -201,6 +201,12 @@ Error Communicator::error_of(const AbortReason& reason) const {
                    op, reason.sequence, reason.peers.ranks());
     case AbortCode::kAborted: {
       const std::string text = text_of(reason);
+      if (!reason.peers.empty()) {
+        return Error(ErrorCode::kInvalidState,
+                     me + "ranks wait for each other behind different numbers of boundaries: " + text +
+                         "; call recover() on all of them, from which they count anew, and boundary() equally often",
+                     op, reason.sequence, reason.peers.ranks());
+      }
       return Error(ErrorCode::kAborted,
                    me + (reason.rank == rank_ ? "this rank" : culprit) + " aborted" + (text.empty() ? "" : ": ") +
                        text + way_out,
@@ -242,6 +248,7 @@ void Communicator::log_left(const AbortReason& reason, u32 op_kind) const {
     case AbortCode::kAborted: {
       const std::string text = text_of(reason);
       what += text.empty() ? " aborted" : " aborted: " + text;
+      if (!reason.peers.empty()) what = "ranks wait for each other behind different numbers of boundaries: " + text;
       break;
     }
     case AbortCode::kEvicted: what = "the others have gone on without " + what; break;

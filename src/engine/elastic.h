@@ -62,6 +62,8 @@ struct Elastic {
   bool has_room(int slot) const;
   bool is_calling(int slot) const;
   bool is_silent(int slot) const;
+  std::optional<std::string> gone_on_text(int rank) const;                            // engine/apart.h
+  static const Elastic* of(const Communicator& comm) { return comm.elastic_.get(); }  // null: nobody joins or leaves
 
   Communicator& comm;
   OpenGroup& group;

@@ -199,7 +199,9 @@ class Changes(Recovering):
 
     def boundary(self, deadline_s: float | None = None) -> Change | None:
         """A place between two steps: every active rank comes here equally often. Does what was decided for it, and says
-        what changed; else None. Without a change due it waits for nobody.
+        what changed; else None. Without a change due it waits for nobody. Where ranks have come here unequally often,
+        `dispatch` and `combine` behind the next change raise `InvalidState` with both numbers, on all ranks; `recover`
+        lets them count anew.
 
         A rank that has joined waits here until it is taken in; None: not before `deadline_s` (None: 100 s; with
         `standby` as long as the group lives).

@@ -3,9 +3,11 @@
 
 #include <array>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <string>
 
+#include "engine/apart.h"
 #include "engine/cpu/pause.h"
 #include "engine/cpu/rail_host.h"
 #include "engine/cpu/window.h"
@@ -93,8 +95,12 @@ class Operation {
         for (int peer : op.others()) late_ranks |= late(peer) ? u64{1} << peer : 0;
         log.look(RankSet::of_mask(late_ranks));
         if (op.has_rails()) note.look(RankSet::of_mask(late_ranks));
+        for (int peer : op.peers()) {
+          if ((late_ranks >> peer & 1) != 0) op.raise_if_gone_on(phase, peer, late);
+        }
       }
-    } watch{*this, late, WaitLog(*window_.comm_), WaitNote(*window_.comm_)};
+      const Phase phase;
+    } watch{*this, late, WaitLog(*window_.comm_), WaitNote(*window_.comm_), phase};
     const Poll look = [&watch] { watch.look(); };  // one reference: no memory is allocated for it
     SleepingPause pause(window_.words(), deadline_ns_, look);
     const auto ready_or_hopeless = [&] {
@@ -111,6 +117,7 @@ class Operation {
     if (result == sync::WaitResult::kReady) {
       const int closed = ready() ? -1 : late_and_closed(late);
       if (closed < 0) return;
+      raise_if_gone_on(phase, closed, late);
       window_.comm_->fail(reason(AbortCode::kPeerClosed, phase, closed));
     }
     u64 late_peers = 0;
@@ -148,6 +155,16 @@ class Operation {
       if ((closed >> peer & 1) != 0 && late(peer)) return peer;
     }
     return -1;
+  }
+  // Of a peer of this node: what it stores comes from itself.
+  template <class Late>
+  void raise_if_gone_on(Phase phase, int peer, const Late& late) const {
+    const std::optional<std::string> text = gone_on_text(*window_.comm_, peer);
+    if (!text || !late(peer)) return;
+    AbortReason apart = reason(AbortCode::kAborted, phase, peer);
+    apart.peers = RankSet::of({rank_, peer});
+    set_text(apart, *text);
+    window_.comm_->fail(apart);
   }
   template <class WriteMore>
   void put_messages(u16 print, const void* payload, size_t payload_bytes, const WriteMore& write_more) {
