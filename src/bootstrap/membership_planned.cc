@@ -86,7 +86,12 @@ MembershipActions Membership::prepare(int slot, uint64_t incarnation) noexcept {
     }
   }
   MembershipActions actions = one({.kind = Action::Kind::kShow});
-  actions.add(progress());
+  // Of a joiner that is ready no more, and has given its word: unless that has been counted, it counts no more.
+  if (slot == rank_ && incarnation == 0 && phase_ == Phase::kIdle && is_proposed() && has_acked()) {
+    actions.add(withdraw());
+  } else {
+    actions.add(progress());
+  }
   return actions;
 }
 

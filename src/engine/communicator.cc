@@ -112,8 +112,11 @@ void Communicator::note_changed_window() {
 }
 
 void Communicator::remove_window(MemberWindow* window) {
-  const std::lock_guard lock(mutex_);
-  std::erase(windows_, window);
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase(windows_, window);
+  }
+  if (elastic_ && !window->is_retired()) elastic_->take_ready_back();
 }
 
 void Communicator::check_one_machine(const std::string& what) const {

@@ -98,7 +98,7 @@ void Elastic::start() {
 }
 
 void Elastic::stop() noexcept {
-  if (getpid() != owner_pid_) {  // the thread is not here, and locks may be held for ever
+  if (is_in_child()) {  // the thread is not here, and locks may be held for ever
     new std::thread(std::move(thread_));
     return;
   }

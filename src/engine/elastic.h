@@ -3,6 +3,7 @@
 #pragma once
 
 #include <sys/types.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -35,6 +36,7 @@ enum class Errand : u64 {
   kContract,  // nothing
   kReady,     // numbers of windows
   kUnready,   // to a newcomer: what it had prepared counts no more. 1: a window was made; 0: the memory is fresh
+  kNotReady,  // of a newcomer: it has closed a window
 };
 
 constexpr int kErrandBits = 56;
@@ -50,12 +52,15 @@ struct Elastic {
 
   void start();
   void stop() noexcept;  // in a forked child: nothing
+  bool is_in_child() const noexcept { return getpid() != owner_pid_; }
   void wake() noexcept;
   void ring();  // all others
 
   std::vector<int> newcomers() const;  // connected, and not taken in yet
   void forget_newcomers(const std::vector<int>& ranks);
   void meet_suspended();
+  void take_ready_back() noexcept;
+  void show_ready();
   // Whether the action is the answer to a call of boundary(), or about the change that is wanted here.
   bool takes(const MembershipAction& action) const;
   // Whether the last owner of the slot has been let go of, so that a new one may be connected.

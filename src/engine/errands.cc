@@ -146,6 +146,7 @@ void Communicator::serve(int slot, u64 tag, Parcel&& parcel) {
         e.changed.notify_all();
         return;
       }
+      case Errand::kNotReady: ask(Event{.kind = Event::Kind::kPrepared, .rank = slot}, Wait{0, {}}); return;
       default: throw_invalid_argument("an errand of an unknown kind");
     }
   } catch (const Error& error) {
@@ -246,13 +247,15 @@ void Communicator::prepare(u64 deadline_ns, const Poll& poll) {
     const bool needs_refresh = std::exchange(e.needs_refresh, false);
     const u64 num_unready = e.num_unready;
     refresh_lock.unlock();
+    bool is_ready = false;
     try {
       if (needs_refresh) refresh_windows(deadline_ns, poll);
       if (ask_whether_all_is_made({deadline_ns, poll}) && !is_newer_than(epoch)) {
         const std::lock_guard lock(e.mutex);
         e.is_ready = e.num_unready == num_unready;  // nobody has taken its word back meanwhile
-        if (e.is_ready) return;
+        is_ready = e.is_ready;
       }
+      if (is_ready) return e.show_ready();
     } catch (...) {
       const std::lock_guard lock(e.mutex);
       e.needs_refresh |= needs_refresh;

@@ -7,6 +7,7 @@
 #include "base/log.h"
 #include "bootstrap/newcomer.h"
 #include "engine/elastic.h"
+#include "weft/config/fail_point.h"
 
 namespace weft {
 namespace {
@@ -170,6 +171,39 @@ u32 Communicator::meet_members(const Wait& wait) {
     std::unique_lock lock(e.mutex);
     e.changed.wait_for(lock, std::chrono::nanoseconds(kSliceNs));
   }
+}
+
+// Of a newcomer that closes a window: whoever has prepared for it must not count on that any more, and itself it gives no word. Behind
+// the decision that takes it in it is a member, and its windows are its own business.
+void Elastic::take_ready_back() noexcept {
+  if (is_in_child() || is_stopping || !is_solo) return;
+  {
+    const std::lock_guard lock(mutex);
+    is_ready = false;
+  }
+  MembershipEvent event;
+  event.kind = MembershipEvent::Kind::kPrepared;
+  event.rank = comm.rank_;
+  try {
+    comm.ask(event, Wait{0, {}});
+    WEFT_FAIL_POINT("ready.taken_back");
+    for (const int peer : group.peers()) group.send(peer, tag_of(Errand::kNotReady, 0), {}, {});
+  } catch (const Error& error) {  // the window is closed all the same
+    log_line(kLogWarning, "rank " + std::to_string(comm.rank_) + ", not ready any more: " + error.text);
+  }
+}
+
+// Of a newcomer that is ready: it gives its word again.
+void Elastic::show_ready() {
+  MembershipEvent event;
+  event.kind = MembershipEvent::Kind::kPrepared;
+  event.rank = comm.rank_;
+  event.incarnation = group.slots().claimed(comm.rank_);
+  {
+    const std::lock_guard lock(comm.membership_mutex_);
+    if (comm.membership_.cell().prepared.contains(comm.rank_)) return;
+  }
+  comm.ask(event, Wait{0, {}});
 }
 
 }  // namespace weft

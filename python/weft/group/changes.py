@@ -36,7 +36,6 @@ class Changes(Recovering):
     """The part of a communicator by which ranks come and go."""
 
     _ticket: Ticket | None = None
-    _says_ready = False  # by itself from then on, as a spare does
     _num_boundaries = 0  # whose result this rank's caller has
     _last_map = 0, 0  # of the last change with one: its id, and the map's digest
 
@@ -218,7 +217,8 @@ class Changes(Recovering):
                 PeerLost, all members have ended or closed.
             Evicted: the others have gone on without this rank. ControlLost: no decision by the deadline.
             InvalidState: the group was not made with `max_ranks`; or inside another call; or a spare, or who was
-                `ready()`, lacks objects that the group has made since: it makes them, too, and comes here again.
+                `ready()`, lacks objects that the group has made since, or that it has closed itself: it makes them,
+                too, and comes here again.
             Unsupported: of a rank that waits to be taken in: a heap has grown more than 62 times, so it can't be mapped
                 before the group's next `recover`.
         """

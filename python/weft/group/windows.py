@@ -30,6 +30,7 @@ class Windows(Maps):
 
     device: torch.device
     _stands_by = False  # joined as a spare
+    _says_ready = False  # by itself from then on, as a spare does
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,6 +128,8 @@ class Windows(Maps):
         if len(kept) < len(self._objects) and not self._closed:
             self._objects = kept
             self._publish_contract()
+            if self._native.is_solo and self._native.epoch != _SOLO_EPOCH:
+                self._says_ready = True  # a suspended rank was: `boundary` finds what it lacks now
 
     def _adopted_windows(
         self, what: str, arguments: dict[str, Any], specs: Sequence[WindowSpec], deadline_s: float

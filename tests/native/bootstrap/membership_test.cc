@@ -774,6 +774,41 @@ TEST(a_joiner_withdraws_nothing) {
   CHECK(group.words.read(2).state == RegisterState::kOpen);
 }
 
+TEST(a_joiner_that_is_ready_no_more_gives_no_word) {
+  const Event not_ready{.kind = Event::Kind::kPrepared, .rank = 2};
+  for (const bool is_seen : {false, true}) {
+    Changing group;
+    group.prepare({0, 1});
+    group.show_all();
+    group.callers[2].run(not_ready);
+    if (is_seen) group.show_all();
+    group.propose(kTakeIn);
+    group.look_all();
+    group.show_all();
+    CHECK((group.words.read(2).state == RegisterState::kProposed) == !is_seen);
+    CHECK(group.callers[2].membership.cell().acked_epoch == 0);
+    group.callers[2].run({.kind = Event::Kind::kPrepared, .rank = 2, .incarnation = 13});  // it is ready again
+    group.show_all();
+    group.look_all();
+    group.show_all();
+    CHECK(group.words.read(2).state == RegisterState::kCommitted);
+  }
+}
+
+TEST(a_joiner_takes_its_word_back) {
+  Changing group;
+  group.prepare({0, 1});
+  group.show_all();
+  group.propose(kTakeIn);
+  group.callers[2].run({.kind = Event::Kind::kLook});
+  CHECK(group.callers[2].membership.cell().acked_epoch == 2);
+  group.callers[2].run({.kind = Event::Kind::kPrepared, .rank = 2});
+  CHECK(group.words.read(2).state == RegisterState::kOpen);
+  group.look_all();
+  group.show_all();
+  CHECK(group.words.read(2).state == RegisterState::kOpen);
+}
+
 // It has seen the death of whoever had the slot before, and meets the one that the members have taken in late.
 TEST(a_joiner_goes_along_with_a_slot_that_is_taken_again) {
   Changing group;

@@ -126,4 +126,20 @@ TEST(who_was_silent_until_the_deadline_is_asked_when_it_speaks) {
   }));
 }
 
+TEST(a_newcomer_that_has_closed_a_window_is_not_prepared_for) {
+  MemberCase member;
+  Stage& stage = member.stage;
+  const Listener newcomer;
+  const u64 incarnation = member.come(2, newcomer);
+  const std::vector<std::byte> windows = bytes_of(std::vector<u64>{1});
+  stage.ask(2, incarnation, Errand::kWindow, windows);
+  stage.ask(2, incarnation, Errand::kReady, windows);
+  CHECK(stage.prepared(0).contains(2));
+  stage.hear(2, incarnation, Errand::kNotReady, 0, {});
+  stage.ask(1, 12, Errand::kContract, {});  // letters are read in order
+  CHECK(!stage.prepared(0).contains(2));
+  stage.ask(2, incarnation, Errand::kReady, windows);
+  CHECK(stage.prepared(0).contains(2));
+}
+
 int main(int argc, char** argv) { return run_tests(argc, argv); }
