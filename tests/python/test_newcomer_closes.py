@@ -89,19 +89,21 @@ def test_an_object_is_closed_behind_ready(how: str) -> None:
     assert weft.spawn(_closes, 3, (how,), device="cpu") == [(0, 1, 2)] * 3
 
 
-def _suspended(comm: Any) -> tuple[int, ...]:
+def _suspended(comm: Any, seen: pathlib.Path) -> tuple[int, ...]:
     ep = make_ep(comm)
     checked_step(ep, number_of(comm))
     assert comm.change(suspend=[2]).removed == (2,)
     if comm.rank == 2:
         ep.close()
         _lacks_it(comm)
+        until(lambda: len(list(seen.iterdir())) == 2)  # once it has the object it stands by again
         ep = make_ep(comm)
         change = comm.boundary(LONG_S)
         assert change is not None
         checked_step(ep, number_of(comm))
     else:
         until(lambda: comm.membership.standby == ())
+        (seen / str(comm.rank)).touch()
         comm.meet(LONG_S)
         if comm.rank == 0:
             comm.propose(resume=[2])
@@ -112,9 +114,9 @@ def _suspended(comm: Any) -> tuple[int, ...]:
     return tuple(change.added)
 
 
-def test_a_suspended_rank_closes_an_object() -> None:
+def test_a_suspended_rank_closes_an_object(tmp_path: pathlib.Path) -> None:
     """It is a newcomer again."""
-    assert weft.spawn(_suspended, 3, device="cpu", max_ranks=3) == [(2,)] * 3
+    assert weft.spawn(_suspended, 3, (tmp_path,), device="cpu", max_ranks=3) == [(2,)] * 3
 
 
 def _is_no_spare(outer_comm: Any, gone_on: pathlib.Path) -> tuple[int, ...]:
