@@ -33,6 +33,7 @@ class Link {
 
   int fd() const noexcept { return wire_.fd(); }
   bool is_stream() const noexcept { return wire_.is_stream(); }
+  bool is_accepted() const noexcept { return wire_.is_accepted(); }
 
   // --- sending: any thread, never blocks -----------------------------------------------------------------------------
   void queue(std::shared_ptr<const OutgoingMessage> message);

@@ -2,9 +2,9 @@
 
 #include <arpa/inet.h>
 #include <ifaddrs.h>
+#include <linux/tcp.h>
 #include <net/if.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 
 #include <algorithm>
@@ -102,14 +102,18 @@ void set_option(int socket, int level, int option, int value) {
   setsockopt(socket, level, option, &value, sizeof(value));  // best effort: without it a lost machine is noticed later
 }
 
-// A machine that has gone silent is told from a rank that has nothing to say: the kernel asks it once a second.
 void prepare(int socket) {
   set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(kUnreachableAfterMs));
+}
+
+// A machine that has gone silent is told from a rank that has nothing to say: the kernel asks it once a second. One end asks, the
+// other counts the questions: those of two ends that cross are lost (bootstrap.md).
+void keep_asking(int socket) {
   set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
   set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, 1);
   set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, 1);
   set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, 3);
-  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(kUnreachableAfterMs));
 }
 
 OwnedFd make_stream(int family) {
@@ -182,6 +186,7 @@ OwnedFd start_call(const IpAddress& address, uint16_t port) {
   const SocketName name(address, port);
   OwnedFd fd = make_stream(name.family());
   prepare(fd.get());
+  keep_asking(fd.get());
   if (::connect(fd.get(), name.get(), name.bytes) == 0 || errno == EINPROGRESS) return fd;
   const int why = errno;
   fd.reset();
@@ -200,9 +205,18 @@ int call_state(int socket) {
 OwnedFd accept_caller(int door) {
   OwnedFd caller(accept4(door, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   const int why = errno;
-  if (caller.valid()) prepare(caller.get());
+  if (caller.valid()) {
+    prepare(caller.get());
+    if (num_heard(caller.get()) == 0) keep_asking(caller.get());
+  }
   errno = why;
   return caller;
+}
+
+uint32_t num_heard(int socket) noexcept {
+  tcp_info info{};
+  socklen_t bytes = sizeof(info);
+  return getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &bytes) == 0 ? info.tcpi_segs_in : 0;
 }
 
 IpAddress caller_address(int socket) {

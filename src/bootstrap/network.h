@@ -52,6 +52,8 @@ int call_state(int socket);
 
 // The next caller, or invalid with errno; ready for packets.
 OwnedFd accept_caller(int door);
+// How many packets of TCP the kernel has heard there, the questions of the other machine's kernel among them; 0: it does not tell.
+uint32_t num_heard(int socket) noexcept;
 IpAddress caller_address(int socket);  // zeros if it has gone
 
 }  // namespace weft

@@ -213,7 +213,7 @@ void NetworkMesh::accept_callers() {
     }
     Challenge challenge;
     challenge.drawn = random_bytes<sizeof(Nonce)>();
-    callers_.push_back({Wire(std::move(caller), Wire::Kind::kStream), now_ns(), challenge.drawn});
+    callers_.push_back({Wire(std::move(caller), Wire::Kind::kAcceptedStream), now_ns(), challenge.drawn});
     callers_.back().wire.send(small_header(PacketType::kChallenge, sizeof(challenge)),
                               std::as_bytes(std::span<const Challenge, 1>(&challenge, 1)), {});
     if (callers_.size() > most) hear_callers();

@@ -24,6 +24,7 @@
 #include "bootstrap/handshake.h"
 #include "bootstrap/life_lock.h"
 #include "bootstrap/link.h"
+#include "bootstrap/network.h"
 #include "bootstrap/newcomer.h"
 #include "bootstrap/open_group.h"
 #include "weft/config/fail_point.h"
@@ -32,11 +33,14 @@ namespace weft {
 namespace {
 
 constexpr const char* kClosedText = "closed its communicator";
+constexpr const char* kUnreachableText = "is unreachable: its machine, or the network between, does not answer";
 constexpr uint64_t kWatchSliceNs = 200'000'000;  // how long a watcher may outlive close()
 constexpr uint64_t kFounderNs = 1'000'000'000;
 constexpr uint64_t kNewcomerNs = 1'000'000'000;  // for the answer of who is no member, and may be stopped
 constexpr int kPacketsATurn = 64;                // of a peer, before the next one is heard
 constexpr int kPacketsLeft = 1 << 16;            // more than a socket holds
+constexpr uint64_t kLookNs = 1'000'000'000;      // as often as kernels ask
+constexpr int kSilentLooks = 3;  // in a row: nothing is there; one alone may come of a pause of this machine
 
 // Runs detached and touches only what it shares: close() need not wait for it.
 void watch(const std::shared_ptr<PeerLife>& life, const std::shared_ptr<Board>& board, int peer, uint64_t number) {
@@ -80,6 +84,8 @@ struct Peer {
   const bool is_near;              // on this machine; else it has neither pidfd nor life page
   bool is_given_back = false;      // monitor only: all of this peer was given back
   bool connected = true;           // monitor only: its socket has not ended
+  uint32_t num_heard = 0;          // monitor only: at the last look
+  int num_silent_looks = 0;        // monitor only: since then
   bool running;                    // monitor only: its pidfd has not fired
 };
 
@@ -241,6 +247,7 @@ class ProcessControlPlane final : public ControlPlane, public OpenGroup {
   void publish_decision(const Decision& decision);
   std::string hear_decision(std::span<const std::byte> bytes);
   void run_monitor();
+  int look_after_callers(const Peers& peers);
   std::vector<pollfd> watched_fds(const Peers& peers);
   void read_from(Peer& peer, PacketReader& reader, int most_packets);
   void give_back(Peer& peer) noexcept;
@@ -270,6 +277,7 @@ class ProcessControlPlane final : public ControlPlane, public OpenGroup {
   bool keeps_letters_ = open_.has_value();  // until the first listener: nobody sends them again
   std::vector<Letter> letters_;             // of that time
   OwnedFd wake_;
+  uint64_t next_look_ns_ = 0;  // monitor only
   std::thread monitor_;
 };
 
@@ -315,7 +323,7 @@ void ProcessControlPlane::run_monitor() {
   while (!board_->closed()) {
     const auto peers = all_peers();
     std::vector<pollfd> fds = watched_fds(*peers);
-    if (::poll(fds.data(), fds.size(), -1) < 0) continue;
+    if (::poll(fds.data(), fds.size(), look_after_callers(*peers)) < 0) continue;
     if (fds[0].revents != 0) {
       uint64_t count = 0;
       while (read(wake_.get(), &count, sizeof(count)) > 0) {
@@ -345,6 +353,26 @@ void ProcessControlPlane::run_monitor() {
       give_back(peer);
     }
   }
+}
+
+// Ranks of other machines that called this one: their kernels ask, and are unreachable if nothing of theirs comes. Returns for how
+// many ms there is nothing to look at; -1: for ever.
+int ProcessControlPlane::look_after_callers(const Peers& peers) {
+  if (!store_) return -1;  // all are on this machine
+  const uint64_t now = now_ns();
+  if (now >= next_look_ns_) {
+    next_look_ns_ = now + kLookNs;
+    for (const auto& peer : peers) {
+      if (!peer || !peer->connected || !peer->link.is_accepted()) continue;
+      const uint32_t heard = num_heard(peer->link.fd());
+      peer->num_silent_looks = heard == std::exchange(peer->num_heard, heard) ? peer->num_silent_looks + 1 : 0;
+      if (heard == 0 || peer->num_silent_looks < kSilentLooks) continue;
+      peer->connected = false;
+      board_->gone(peer->rank, DetectionChannel::kUnreachable, kUnreachableText, {}, peer->number);
+      give_back(*peer);
+    }
+  }
+  return static_cast<int>((next_look_ns_ - now) / 1'000'000) + 1;
 }
 
 // R24: what belongs to a peer goes with it, each part when it has told all it can tell. One that closed in order, and one
@@ -408,8 +436,7 @@ void ProcessControlPlane::read_from(Peer& peer, PacketReader& reader, int most_p
   if (peer.said_goodbye()) {
     board_->gone(rank, DetectionChannel::kGoodbye, kClosedText, {}, peer.number);
   } else if (peer.link.is_unreachable()) {
-    board_->gone(rank, DetectionChannel::kUnreachable,
-                 "is unreachable: its machine, or the network between, does not answer", {}, peer.number);
+    board_->gone(rank, DetectionChannel::kUnreachable, kUnreachableText, {}, peer.number);
   } else {
     board_->gone(rank, DetectionChannel::kSocketEnd, "died (its connection ended)", {}, peer.number);
   }

@@ -14,14 +14,15 @@ namespace weft {
 // One thread sends at a time and one receives; they may be two.
 class Wire {
  public:
-  enum class Kind { kPackets, kStream };
+  enum class Kind { kPackets, kStream, kAcceptedStream };
 
   Wire() = default;
   Wire(OwnedFd socket, Kind kind = Kind::kPackets) : socket_(std::move(socket)), kind_(kind) {}  // NOLINT: as it is
 
   int fd() const noexcept { return socket_.get(); }
   bool valid() const noexcept { return socket_.valid(); }
-  bool is_stream() const noexcept { return kind_ == Kind::kStream; }
+  bool is_stream() const noexcept { return kind_ != Kind::kPackets; }
+  bool is_accepted() const noexcept { return kind_ == Kind::kAcceptedStream; }
   void reset() noexcept;
 
   // As send_packet() of socket.h. Of a stream a packet that has begun counts as sent: the rest leaves with flush(). Descriptors

@@ -147,26 +147,28 @@ def test_a_stopped_rank_is_left_out_and_told(three: Hosts) -> None:
     close(ranks)
 
 
-def test_a_cable_that_is_pulled(three: Hosts) -> None:
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_cable_that_is_pulled(three: Hosts, lost: int) -> None:  # of ranks that called it, and that it called
+    left = [rank for rank in range(3) if rank != lost]
     ranks = three.start_ranks(serve)
     for rank in ranks:
         rank.hear()
-    for rank in ranks[:2]:
-        rank.say(("meet", LONG_S))
-    three.pull_cable(2)
-    for rank in ranks[:2]:
-        error, _ = rank.hear()
+    for rank in left:
+        ranks[rank].say(("meet", LONG_S))
+    three.pull_cable(lost)
+    for rank in left:
+        error, _ = ranks[rank].hear()
         assert isinstance(error, weft.PeerLost)
-        assert error.ranks == (2,)
+        assert error.ranks == (lost,)
         assert "unreachable" in str(error)
-    assert tell(ranks[:2], "recover") == [(0, 1)] * 2
+    assert tell([ranks[rank] for rank in left], "recover") == [tuple(left)] * 2
     # Its store is out of reach, so this rank decides nothing.
-    ranks[2].say(("recover", (), 2.0))
-    error, seconds = ranks[2].hear()
+    ranks[lost].say(("recover", (), 2.0))
+    error, seconds = ranks[lost].hear()
     assert isinstance(error, weft.ControlLost)
     assert seconds < LONG_S / 2
-    three.mend_cable(2)
-    assert tell(ranks[:2], "meet", LONG_S) == ["met"] * 2
+    three.mend_cable(lost)
+    assert tell([ranks[rank] for rank in left], "meet", LONG_S) == ["met"] * 2
     close(ranks)
 
 

@@ -139,4 +139,27 @@ TEST(who_has_called_is_told_why_a_rank_gives_up) {
   other.join();
 }
 
+// Questions of both ends cross, and are lost (decision 0048).
+TEST(the_callers_kernel_asks_and_the_called_end_counts) {
+  Door door{DoorOptions{}};
+  door.open();
+  const OwnedFd caller = start_call(door.addresses()[0], door.port());
+  pollfd waited{door.fd(), POLLIN, 0};
+  CHECK_EQ(poll(&waited, 1, 20'000), 1);
+  const OwnedFd called = accept_caller(door.fd());
+  const auto asks = [](int socket) {
+    int is_on = -1;
+    socklen_t bytes = sizeof(is_on);
+    CHECK_EQ(getsockopt(socket, SOL_SOCKET, SO_KEEPALIVE, &is_on, &bytes), 0);
+    return is_on;
+  };
+  CHECK_EQ(asks(caller.get()), 1);
+  CHECK_EQ(asks(called.get()), 0);
+  const uint32_t before = num_heard(called.get());
+  CHECK(before > 0);
+  const uint64_t deadline_ns = deadline_after_s(kLongS);
+  while (num_heard(called.get()) < before + 2 && now_ns() < deadline_ns) usleep(10'000);
+  CHECK(num_heard(called.get()) >= before + 2);
+}
+
 int main(int argc, char** argv) { return run_tests(argc, argv); }
