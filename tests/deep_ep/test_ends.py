@@ -49,7 +49,7 @@ print("done")
 def test_a_process_ends_with_buffers_in_its_globals(how: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDING, str(tmp_path / "store"), how],
-        env={**os.environ, "PYTHONPATH": str(PYTHON_FOLDER)}, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": str(PYTHON_FOLDER)}, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert "leak" not in done.stderr

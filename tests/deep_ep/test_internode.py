@@ -215,7 +215,7 @@ def test_a_program_on_two_nodes(tmp_path: Path) -> None:
     python = os.pathsep.join(each for each in sys.path if each)
     found = subprocess.run(
         [sys.executable, runner, "--nodes", "2", str(script)], env={**os.environ, NODES: "2", "PYTHONPATH": python},
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     done = re.findall(r"rank \d is done", found.stdout)  # of two ranks also in one line

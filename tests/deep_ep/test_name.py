@@ -20,7 +20,7 @@ PYTHON_FOLDER = Path(weft.__file__).parents[1]
 def run(*arguments: str, path: tuple[str, ...] = (), **more: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(PYTHON_FOLDER)]), **more}
     done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -27,7 +27,7 @@ from weft import reference
 from weft.quantized import Quantized
 
 DROPPED, NOWHERE = -2, -1
-RUN_TIMEOUT_S = 60.0
+RUN_TIMEOUT_S = 300.0
 MUTANT_TIMEOUT_NS = 5_000_000_000
 
 

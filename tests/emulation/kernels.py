@@ -109,7 +109,7 @@ class Compiler:
         fields = self.folder / f"shape-{_digest(name, str(shape))}"
         fields.write_text("".join(f"{name} {value}\n" for name, value in shape.items()))
         program = self._programs[key].result().path
-        return subprocess.run([program, fields], capture_output=True, check=True, timeout=60, text=True).stdout
+        return subprocess.run([program, fields], capture_output=True, check=True, timeout=600, text=True).stdout
 
     def _compile_library(self, source: str, include: Path) -> Program:
         _, kernel, args = _parts(source)
@@ -196,7 +196,7 @@ def made_once(path: Path, make: Callable[[Path], None]) -> Path:
 
 def _run_compiler(options: list[str], target: Path) -> None:
     command = ["nice", "-n", "10", "g++", *FLAGS, *options, "-o", str(target)]
-    compiled = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    compiled = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if compiled.returncode != 0:
         raise RuntimeError(f"g++ refused {options[-1]}:\n{compiled.stderr[:4000]}")
 
@@ -224,7 +224,7 @@ def _parts(source: str) -> tuple[str, str, str]:
 
 def _shared_variables(path: Path) -> list[tuple[int, int]]:
     """Places, as run_block.h wants them, and sizes of the thread_local variables of functions in namespace weft."""
-    listed = subprocess.run(["readelf", "-sW", str(path)], capture_output=True, text=True, check=True, timeout=60)
+    listed = subprocess.run(["readelf", "-sW", str(path)], capture_output=True, text=True, check=True, timeout=600)
     places, beside = {}, 0
     for words in map(str.split, listed.stdout.splitlines()):
         if len(words) == 8 and words[3] == "TLS" and words[6] != "UND":

@@ -25,7 +25,7 @@ def weft_command(
         [sys.executable, "-c", code, *args],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path(weft.__file__).parents[1]), "COLUMNS": "", **env},  # xdist sets it
     )

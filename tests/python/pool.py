@@ -26,7 +26,7 @@ import torch
 from weft import Communicator, spawn
 
 MAX_RANKS = 8
-ANSWER_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 600.0
 AFTER_FAILURE_S = 3.0
 
 

@@ -281,7 +281,7 @@ def test_a_daemon_thread_in_a_wait_does_not_crash_the_end_of_the_process(wait: s
     )
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
     ended = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, env=environment, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=600, env=environment, check=False
     )
     assert (ended.returncode, ended.stdout) == (3, "end\n"), ended.stderr
     assert "terminate called" not in ended.stderr, ended.stderr

@@ -132,6 +132,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[emulated_gpu.EmulatedR
     return ranks  # type: ignore[return-value]
 
 
+@pytest.mark.slow  # kernels are compiled
 @pytest.mark.parametrize("kind", ["capacity", "masked", "latency, capacity", "latency, column_major", "capacity, out"])
 def test_a_known_call_runs_hardly_any(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """All but the method of ExpertParallel is the native module's."""
@@ -147,7 +148,7 @@ def on_cpu(comm: weft.Communicator, kind: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ["cpu", "nvlink"])
+@pytest.mark.parametrize("engine", ["cpu", pytest.param("nvlink", marks=pytest.mark.slow)])
 def test_a_later_call_runs_few_python_functions(request: pytest.FixtureRequest, engine: str, kind: str) -> None:
     if engine == "nvlink":
         counted = request.getfixturevalue("emulated").run(2, counts_of, [kind] * 2)

@@ -343,7 +343,7 @@ def run_until_killed(board: Board) -> None:
 def test_a_bad_variable_is_a_usage_error_before_any_trial(flags: list[str]) -> None:
     command = [sys.executable, "-m", "weft.cli", "verify", *flags, "--trials", "2", "--json"]
     done = subprocess.run(
-        command, env={**os.environ, "WEFT_SPIN_US": "abc"}, capture_output=True, text=True, timeout=240
+        command, env={**os.environ, "WEFT_SPIN_US": "abc"}, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 2, done.stderr
     (row,) = rows_of(done.stdout)

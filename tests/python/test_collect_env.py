@@ -33,7 +33,7 @@ def run_module(*paths: Path, arguments: tuple[str, ...] = ("--json",), **env: st
         [sys.executable, "-m", "weft.collect_env", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
         cwd="/",
         env={**os.environ, "PYTHONPATH": search, **env},
@@ -191,7 +191,7 @@ def test_a_closed_pipe_is_no_error() -> None:
     os.close(read)
     command = [sys.executable, "-m", "weft.collect_env"]
     env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=env, timeout=60, check=False)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=env, timeout=600, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -199,7 +199,7 @@ def test_a_closed_pipe_is_no_error() -> None:
 def test_a_stdout_that_was_never_open_is_no_error() -> None:
     code = f"import os, sys; os.close(1); os.execv(sys.executable, {[sys.executable, '-m', 'weft.collect_env']})"
     env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, env=env, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, env=env, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
 

@@ -15,7 +15,7 @@ SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 
 def shown(*arguments: str) -> dict[str, str]:
     command = [sys.executable, emulated_nic.__file__, *arguments, "--", sys.executable, "-c", SHOW]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     found: dict[str, str] = json.loads(done.stdout)
     return found
 

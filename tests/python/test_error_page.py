@@ -213,6 +213,6 @@ weft.spawn(late_peer, num_ranks=2, on_failure="return")
     paths = os.pathsep.join([str(Path(weft.__file__).parents[1]), folder])
     env = {**os.environ, "PYTHONPATH": paths, "WEFT_LOG_LEVEL": "debug"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600, check=True
     )
     assert "DEBUG rank 0 left dispatch, epoch 1, sequence 1, phase count; sequences seen: rank 1:0" in done.stderr

@@ -19,7 +19,7 @@ def test_each_tree_has_its_turn_and_its_rows(tmp_path: Path) -> None:
     (tmp_path / "python" / "weft").symlink_to(Path(weft.__file__).parent)  # that of this run, with its native module
     trees = [f"--tree={name}={tmp_path}" for name in ("before", "after")]
     command = [sys.executable, host_time.__file__, *trees, "--rounds", "1", "--calls", "2", "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     machine, *rows = map(json.loads, done.stdout.splitlines())
     assert machine["kind"] == "machine"

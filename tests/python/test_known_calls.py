@@ -242,7 +242,7 @@ def call_into(state: RankState, has_weights: bool) -> None:
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
-@pytest.mark.parametrize("engine", ["cpu", "nvlink"])
+@pytest.mark.parametrize("engine", ["cpu", pytest.param("nvlink", marks=pytest.mark.slow)])
 def test_sums_into_the_callers_memory_are_known(pool: Any, engine: str, has_weights: bool) -> None:
     if engine == "nvlink":
         pool.run(1, call_into, [has_weights])
@@ -298,7 +298,7 @@ def on_cpu(comm: weft.Communicator) -> None:
     unusual_calls(RankState(comm.rank, {1: comm}, 1), False)
 
 
-@pytest.mark.parametrize("engine", ["cpu", "nvlink"])
+@pytest.mark.parametrize("engine", ["cpu", pytest.param("nvlink", marks=pytest.mark.slow)])
 def test_what_is_unusual_is_left_to_python(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     """A known call is refused as any other, and then gives back what it holds."""
     if engine == "nvlink":

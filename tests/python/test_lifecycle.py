@@ -47,7 +47,7 @@ def leftovers() -> tuple[set[str], set[str], int]:
 
 def run_script(text: str, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=120, **options
+        [sys.executable, *command, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=600, **options
     )
 
 
@@ -174,7 +174,7 @@ def test_ctrl_c_leaves_waits_and_no_process() -> None:
     assert process.stdout is not None
     pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
     os.kill(process.pid, signal.SIGINT)  # the parent alone: it must end its ranks
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=600)
     assert output.strip() == "interrupted"
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -408,7 +408,7 @@ def test_from_env_under_torchrun(tmp_path: Path) -> None:
         )
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     for rank in range(3):
         assert f"rank {rank} of 3 fine" in done.stdout

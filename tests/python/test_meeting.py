@@ -468,7 +468,7 @@ def test_a_restart_by_torchrun(tmp_path: Path, how: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(RESTART)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    done = subprocess.run([*command, str(script), how], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, str(script), how], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert f"rank {rank} attempt 1 (0, 1) (0, 1)" in done.stdout

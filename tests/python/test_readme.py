@@ -73,7 +73,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(command: list[str], folder: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], folder: Path, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
     package = Path(weft.__file__).resolve().parents[1]  # also where PYTHONPATH is relative, or weft is not installed
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(package)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)

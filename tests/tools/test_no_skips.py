@@ -21,7 +21,7 @@ def failed(folder: Path, *options: str) -> set[str]:
     """Names of the cases that did not pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
     command += ["--import-mode=importlib", "--rootdir", str(folder), str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, cwd=folder)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, cwd=folder)
     return set(re.findall(r"^(?:FAILED|ERROR) test_(\w+)\.py", done.stdout, re.MULTILINE))
 
 

@@ -21,7 +21,7 @@ Installing collected packages: six, torch
 
 def progress(log: Path, script: str) -> subprocess.CompletedProcess[str]:
     command = [str(PROGRESS), str(log), "bash", "-c", script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_large_files_have_a_short_line_each(tmp_path: Path) -> None:

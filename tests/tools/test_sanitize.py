@@ -21,7 +21,7 @@ def run(folder: Path, tool: str, *args: str) -> subprocess.CompletedProcess[str]
         (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (folder / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": str(folder / "python")}
-    return subprocess.run([SCRIPT, *args], env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([SCRIPT, *args], env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
 def rows(done: subprocess.CompletedProcess[str]) -> list[tuple[object, ...]]:

@@ -128,7 +128,7 @@ def test_sets_of_graphs_have_all_there_is() -> None:
 def run_soak(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools" / "soak.py"), "--device", "cpu", "--ranks", "2", *flags]
     env = {"PYTHONPATH": str(Path(weft.__file__).parents[1]), "PATH": "/usr/bin:/bin"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@
 
 namespace weft::test {
 
-constexpr double kLongS = 30;  // for waits that must not run out
+constexpr double kLongS = 120;  // for waits that must not run out
 
 inline std::vector<std::byte> bytes_of(uint64_t value, size_t num_bytes = sizeof(uint64_t)) {
   std::vector<std::byte> bytes(num_bytes);
