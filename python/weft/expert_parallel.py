@@ -177,7 +177,7 @@ class ExpertParallel(Elastic, Reports, Lifetime):
             layout: "rank_major" (one row a token and rank), "expert_major" (one row a pick, groups by expert) or
                 "masked" ([L, C, H]). With a handle: its own, or the default.
             alignment: expert_major: groups start at multiples of it.
-            quantize: "fp8" or "fp8_ue8m0": quantise rows on the way; None: don't.
+            quantize: "fp8", "fp8_ue8m0" or "fp8_pow2" (scales of UE8M0 as fp32): quantise rows on the way; None: don't.
             scale_layout: of the scales of the result: "row_major", or "column_major" as grouped FP8 GEMMs read them
                 with TMA: strides (..., 1, ld), each column at a multiple of 16 bytes, UE8M0 packed four to an int32
                 [..., N, ceil(S / 4)]. The kernels for small batches write them so; else it costs a small kernel. Rows

@@ -243,7 +243,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     if (at * kElements >= kConfig.hidden) return;
     reinterpret_cast<Piece<16>*>(to)[at] = codes.packed;
     if (lane % kGroupLanes != 0) return;
-    if constexpr (kConfig.quantize == Quantize::kFp8) {
+    if constexpr (scales_are_floats(kConfig.quantize)) {
       reinterpret_cast<u32*>(to + kConfig.scales_at())[at / kGroupLanes] = codes.scale;
     } else {
       to[kConfig.scales_at() + at / kGroupLanes] = static_cast<u8>(codes.scale);
