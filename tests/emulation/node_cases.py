@@ -60,8 +60,11 @@ class Nodes:
         self._direct_launch = runner.dispatcher.launch
         self.world.view = self._view  # type: ignore[method-assign]
         self.world.compiler = NodeCompiler(compiler, node_ranks, mutant)  # type: ignore[assignment]
+        self._direct_small_launch = runner.dispatcher.small_launch
         runner.dispatcher.launch = self._launch  # type: ignore[method-assign]
-        runner.knows_kept = self.are_mates  # type: ignore[method-assign]
+        runner.dispatcher.small_launch = self._small_launch  # type: ignore[method-assign]
+        if not runner.case.is_small:
+            runner.knows_kept = self.are_mates  # type: ignore[method-assign]
         if mutant is not None:
             self.world.set_timeout(NODE_TIMEOUT_NS)
         if isinstance(runner, CombineRunner):
@@ -135,7 +138,12 @@ class Nodes:
     def _launch(
         self, rank: int, inputs: Inputs, result: Received, *, room: int, is_cached: bool = False
     ) -> list[Launch]:
-        launches = self._direct_launch(rank, inputs, result, room=room, is_cached=is_cached)
+        return self._with_plans(rank, result, self._direct_launch(rank, inputs, result, room=room, is_cached=is_cached))
+
+    def _small_launch(self, rank: int, inputs: Inputs, result: Received, **options: Any) -> list[Launch]:
+        return self._with_plans(rank, result, self._direct_small_launch(rank, inputs, result, **options))
+
+    def _with_plans(self, rank: int, result: Received, launches: list[Launch]) -> list[Launch]:
         if result.send_plan not in self._forward_plans:
             self._forward_plans[result.send_plan] = self.world.memory.allocate(self._plan_bytes(rank))
         return [self._with_plan(launches[0], result), *launches[1:]]
@@ -148,7 +156,7 @@ class Nodes:
 
     def _combine(self, rank: int, received: Received, combined: Combined) -> list[Launch]:
         launches = self._direct_combine(rank, received, combined)
-        return [self._with_plan(each, received) if "first_token" in each.fields else each for each in launches]
+        return [self._with_plan(each, received) if "send_plan" in each.fields else each for each in launches]
 
     def _passes(self) -> list[tuple[int, int]]:
         """As CombineRunner: a landing has a part for the own tokens, and one for each rank that is forwarded for."""

@@ -128,6 +128,13 @@ class Peers<Route::kNodes> : public Peers<Route::kDirect> {
     sync::send_header(cell, header, [] {});
   }
 
+  // Another header of `source`, whose rows this rank has forwarded; as notify().
+  __device__ void relay(Phase phase, const Flight& flight, i32 source, i32 peer, i32 block) const {
+    u64* cell =
+        reinterpret_cast<u64*>(view_.control[peer] + view_.layout.header(phase, flight.turn.sequence, source, block));
+    sync::send_header(cell, sync::pack_header(flight.turn, flight.print), [] {});
+  }
+
  private:
   const WindowView& view_;
   const Rail& rail_;

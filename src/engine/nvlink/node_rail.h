@@ -2,6 +2,8 @@
 // each rank's grid (docs/protocols/nodes.md, "What a host has to do"). No public call opens one yet.
 #pragma once
 
+#include <string>
+
 #include "engine/call.h"
 #include "weft/layout/gpu_plan.h"
 #include "weft/layout/gpu_window.h"
@@ -24,6 +26,11 @@ i64 forward_plan_len(const GpuWindowShape& shape);
 
 // Rows of a landing that a token of a combine takes, on the rank where it takes most.
 i64 landing_rows_a_token(const GpuWindowShape& shape, u64 active);
+
+// Small batches, whose rings hold a whole call: records of a block.
+i64 ring_records(const GpuWindowShape& shape, i32 record_bytes);
+// Error kUnsupported: one is too large for its rings or its landing.
+[[noreturn]] void refuse_small(const std::string& what);
 
 // Error kUnsupported: not with nodes. The same on all ranks.
 void check_nodes(const GpuWindowShape& shape, const DispatchSpec& spec);
