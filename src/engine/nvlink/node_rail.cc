@@ -33,13 +33,16 @@ RailLayout rail_layout(const GpuWindowShape& shape) {
 }
 
 u64 rail_argument(const GpuWindowShape& shape) {
-  transport::BlockRail rail;
-  rail.layout = rail_layout(shape);
-  return align_up(rail.num_bytes(shape.num_ranks), kCacheLine);
+  const auto end_of = [&](auto rail) {
+    rail.layout = rail_layout(shape);
+    return align_up(rail.num_bytes(shape.num_ranks), kCacheLine);
+  };
+  return has_gin(shape) ? end_of(transport::GinRail()) : end_of(transport::BlockRail());
 }
 
 u64 rail_bytes(const GpuWindowShape& shape) {
-  return has_nodes(shape) ? rail_argument(shape) + sizeof(transport::BlockRail) : 0;
+  if (!has_nodes(shape)) return 0;
+  return rail_argument(shape) + (has_gin(shape) ? sizeof(transport::GinRail) : sizeof(transport::BlockRail));
 }
 
 i64 forward_plan_len(const GpuWindowShape& shape) {

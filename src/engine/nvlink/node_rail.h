@@ -1,5 +1,5 @@
 // Windows whose ranks are in several nodes: which calls there are, and the memory of their rails, over a network that is a block of
-// each rank's grid (docs/protocols/nodes.md, "What a host has to do"). No public call opens one yet.
+// each rank's grid or NCCL's (docs/protocols/nodes.md, "What a host has to do").
 #pragma once
 
 #include <string>
@@ -8,10 +8,15 @@
 #include "weft/layout/gpu_plan.h"
 #include "weft/layout/gpu_window.h"
 #include "weft/transport/rail_block.h"
+#include "weft/transport/rail_gin.h"
 
 namespace weft::nvlink {
 
 inline bool has_nodes(const GpuWindowShape& shape) { return shape.node_ranks > 0; }
+inline bool has_gin(const GpuWindowShape& shape) { return has_nodes(shape) && shape.network != 0; }
+inline Route route_of(const GpuWindowShape& shape) {
+  return has_gin(shape) ? Route::kGin : has_nodes(shape) ? Route::kNodes : Route::kDirect;
+}
 
 // All are one node if there are none.
 RailMap rail_map(const GpuWindowShape& shape, u64 active);
