@@ -692,10 +692,12 @@ def quantize_fp8(x: Tensor, *, ue8m0: bool = False, pow2: bool = False) -> tuple
     if ue8m0 or pow2:
         bits = scales.view(torch.int32)
         exponent = ((bits >> 23) & 255) + (bits & 0x7FFFFF != 0)
-        exponent = torch.where(scales.isfinite(), exponent, 255)  # 255 is UE8M0's NaN
-        inverse = torch.where(scales.isfinite(), ((254 - exponent) << 23).view(torch.float32), torch.nan)
-        scales = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
-        scales = scales.to(torch.float32) if pow2 else scales
+        is_finite = scales.isfinite()
+        inverse = torch.where(is_finite, ((254 - exponent) << 23).view(torch.float32), torch.nan)
+        if pow2:
+            scales = torch.where(is_finite, (exponent << 23).view(torch.float32), torch.nan)
+        else:
+            scales = torch.where(is_finite, exponent, 255).to(torch.uint8).view(torch.float8_e8m0fnu)  # 255: a NaN
     else:
         inverse = most / amax
     data = (groups * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

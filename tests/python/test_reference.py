@@ -335,9 +335,7 @@ def test_gradient_of_side_goes_back_to_its_row() -> None:
 def test_quantised_dispatch_is_dispatch_of_the_quantised() -> None:
     xs = [torch.randn((len(ids), 144), generator=torch.Generator().manual_seed(5)) for ids in IDS]
     for name in ("fp8", "fp8_ue8m0", "fp8_pow2"):
-        rows = [
-            Quantized(*reference.quantize_fp8(x, ue8m0=name == "fp8_ue8m0", pow2=name == "fp8_pow2")) for x in xs
-        ]
+        rows = [Quantized(*reference.quantize_fp8(x, ue8m0=name == "fp8_ue8m0", pow2=name == "fp8_pow2")) for x in xs]
         for one, two in zip(
             reference.dispatch(xs, IDS, num_experts=4, quantize=name),
             reference.dispatch(rows, IDS, num_experts=4),

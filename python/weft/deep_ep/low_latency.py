@@ -175,9 +175,7 @@ class LowLatency(BufferBase):
             ep, r = call() if self._masks is None else self._masks.run(call, self._layers.deadline_s, windows)
             handle = LowLatencyHandle(self, ep, bare(r), max_tokens, is_by_pick=adds_by_pick(ep, r.handle))
             if key is not None and handle.is_by_pick:
-                layers.note_known(
-                    key, Known(ep, shape, turns=2, about=(turn, max_tokens), **options)
-                )
+                layers.note_known(key, Known(ep, shape, turns=2, about=(turn, max_tokens), **options))
             count = counts = r.handle.sizes[: ep.num_local_experts]
             if return_recv_hook:
                 late.append(lambda: counted(ep, r.handle.window, waits, r.wait))

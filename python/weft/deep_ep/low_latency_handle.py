@@ -11,7 +11,6 @@ from torch import Tensor
 
 from weft.deep_ep.expanded import lane_of
 from weft.deep_ep.rows import along, bare
-from weft.deep_ep.utils.math import as_bytes
 
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
