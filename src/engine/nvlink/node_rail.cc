@@ -15,11 +15,13 @@ namespace {
 }
 
 void check_call(const GpuWindowShape& shape, const CallSpec& spec, i64 record_bytes) {
+  if (spec.is_small && has_gin(shape)) refuse("small batches over NCCL's network", "mode=\"throughput\"");
   if (record_bytes > shape.landing_row_bytes) {
     refuse("rows of " + std::to_string(record_bytes) + " bytes",
            "at most " + std::to_string(shape.landing_row_bytes) + " in this window");
   }
-  if (!spec.is_small && spec.layout != Layout::kRankMajor && shape.top_k > 32) refuse("more than 32 picks by expert", "rank_major");
+  if (!spec.is_small && spec.layout != Layout::kRankMajor && shape.top_k > 32)
+    refuse("more than 32 picks by expert", "rank_major");
 }
 
 }  // namespace

@@ -141,7 +141,7 @@ class Window : public CallWindow {
     const auto known = prepared_.find(key);
     if (known != prepared_.end()) return *known->second;
     const auto compiled = [&]() -> const Kernel& {
-      if constexpr (requires { config.node_ranks; }) {
+      if constexpr (requires { gpu_->kernels->prepare(config, kernel_headers()); }) {
         return gpu_->kernels->prepare(config, kernel_headers());
       } else {
         return gpu_->kernels->prepare(config);
