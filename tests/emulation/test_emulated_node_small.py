@@ -1,4 +1,4 @@
-"""Guards against small batches between nodes that lose, repeat or misplace a row, a pick or a sum, or say too early that it is there.
+"""Guards against small batches between nodes that lose, repeat or misplace rows, picks or sums, or tell too early.
 
 As test_emulated_nodes and test_emulated_node_sums; docs/protocols/nodes.md, "Small batches".
 """
@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from combine_cases import CombineCase
-from dispatch_cases import Case
-from kernels import Compiler
-from node_cases import with_nodes
+from combine_cases import CombineCase, CombineRunner
+from dispatch_cases import Case, Runner
+from kernels import Compiler, Mutant
+from machine import Streams, is_found
+from node_cases import NODE_TIMEOUT_NS, with_nodes
+from test_emulated_failures import words
 from world import Shape
+
+MOVED = 7
 
 # Of two nodes of two ranks each.
 WINDOW = Shape(num_ranks=4, num_experts=8, top_k=3, max_tokens=40, landing_row_bytes=2048, small_tokens=24)
@@ -81,7 +85,9 @@ DISPATCHES = {
     "2 x 2, one token": (2, dataclasses.replace(TWO, tokens=(1, 0, 1, 1), seed=6)),
     "nodes of one rank": (
         1,
-        dataclasses.replace(TWO, shape=dataclasses.replace(WINDOW, num_ranks=3, num_experts=6), tokens=(24, 0, 9), seed=7),
+        dataclasses.replace(
+            TWO, shape=dataclasses.replace(WINDOW, num_ranks=3, num_experts=6), tokens=(24, 0, 9), seed=7
+        ),
     ),
     "4 x 2": (2, dataclasses.replace(FOUR, is_repeated=True, seed=8)),
     "3 x 4": (4, dataclasses.replace(THREE, layout="expert_major", seed=9)),
@@ -170,3 +176,187 @@ def test_sums_are_those_of_the_reference(compiler: Compiler, name: str) -> None:
     """The same."""
     node_ranks, case = COMBINES[name]
     assert with_nodes(compiler, case, node_ranks, chunk_rows=8).run() == []
+
+
+NO_ROWS = [
+    {"cause": MOVED, "culprit": rank, "broken": 0, "owner": 0, "sequence": 3, "num_put": 0} for rank in (0, 1, 2)
+]
+
+
+def _run_with_others(compiler: Compiler, case: CombineCase, mutant: Mutant | None = None) -> list[dict[str, int]]:
+    """A dispatch; then, with a member less, one by its handle and a combine. What the windows of the members say."""
+    runner: CombineRunner = with_nodes(compiler, case, 2, mutant, chunk_rows=8)
+    round_ = Runner.add_round(runner)
+    runner.world.set_timeout(NODE_TIMEOUT_NS)
+    try:
+        Streams(runner.memory, runner.streams, seed=1, timeout_s=60).run()
+        for stream in runner.streams:
+            stream.clear()
+        runner.add_repetition(round_)
+        runner.add_combines(round_)
+        runner.world.set_members((0, 1, 2))
+        runner.nodes.renew()
+        runner.streams[3].clear()
+        Streams(runner.memory, runner.streams, seed=1, timeout_s=60).run()
+        return [{**words(runner, rank), "num_put": runner.nodes.chunks(rank)[0]} for rank in (0, 1, 2)]
+    finally:
+        runner.memory.close()
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["one launch", "two"])
+def test_a_handle_of_other_members(compiler: Compiler, is_split: bool) -> None:
+    """Who forwards and adds is another: no row goes on its way, and the window goes on behind each operation."""
+    dispatch = dataclasses.replace(BRIEF, num_rounds=1, is_split=is_split)
+    seen = _run_with_others(compiler, behind(dispatch, 2, hidden=200, has_side=True))
+    assert seen == NO_ROWS
+
+
+ENTRY, ROWS = "weft/kernels/small/dispatch_entry.cuh", "weft/kernels/small/dispatch_nodes.cuh"
+SUM_ENTRY, SUMS = "weft/kernels/small/combine_entry.cuh", "weft/kernels/small/combine_nodes.cuh"
+STORED = "    ptx::bar_sync(kStored, kWithOne);\n"
+TELL = "    if constexpr (kConfig.has_nodes()) {\n      SmallDispatchNodes<kConfig>(s_).tell();\n"
+FORWARD = (
+    "    if constexpr (kConfig.has_nodes()) "
+    "goes_on = SmallDispatchNodes<kConfig>(s_).forward(Receive::all_num_tokens());\n"
+)
+MAKE = "      if (verdict(true) == Verdict::kOk) SmallCombineNodeSums<kConfig>(b_, warp_, flight).forward();\n"
+MADE = "      ptx::bar_sync_apart(kForwarded, kWithOne);\n"
+HEARD = "{}    }}\n    transport::note_waited(b_.a.view, b_.lane, waited_ns);\n    Verdict worst"
+PLAIN = behind(dataclasses.replace(BRIEF, seed=1), 2, hidden=600)
+SIDES = COMBINES["2 x 2, masked, capacity, side values"][1]
+MUTANTS = (
+    (Mutant("chunks are put before rows are stored", ENTRY, STORED + TELL, TELL + "    }\n" + STORED + "    {\n"), TWO),
+    (
+        Mutant(
+            "rows are said to be there before they are forwarded",
+            ENTRY,
+            FORWARD + "    end_forward();\n",
+            "    end_forward();\n" + FORWARD,
+        ),
+        TWO,
+    ),
+    (
+        Mutant(
+            "records are taken without looking at their signals",
+            ROWS,
+            "return lane != 0 || rows.have_arrived(record + 1);",
+            "return true;",
+        ),
+        TWO,
+    ),
+    (
+        Mutant(
+            "a slot is filled without a place",
+            ROWS,
+            "const bool has_place = !goes || rows_to(lane).have_places(record + 1);",
+            "const bool has_place = true;",
+        ),
+        TWO,
+    ),
+    (
+        Mutant(
+            "tokens that did not come are counted among the records",
+            ROWS,
+            "return has_come(source, nth_source, earlier) ? 1u : 0u;",
+            "return 1u;",
+        ),
+        TWO,
+    ),
+    (
+        Mutant(
+            "picks of a message are taken for those of the first node",
+            ROWS,
+            "static_cast<u32>(kPlacement.expert_of(nodes_.first, 0) + experts[pick])",
+            "static_cast<u32>(experts[pick])",
+        ),
+        TWO,
+    ),
+    (Mutant("weights stay behind", ROWS, "    if (kConfig.is_cached || first != 0) return;\n", "    return;\n"), TWO),
+    (Mutant("chunks are put before sums are made", SUM_ENTRY, MAKE + MADE, MADE + MAKE), PLAIN),
+    (
+        Mutant(
+            "sums are made before the contributions of mates are here",
+            SUM_ENTRY,
+            HEARD.format(
+                "      if (mine == Verdict::kOk) "
+                "mine = transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, block, waited_ns);\n"
+            ),
+            HEARD.format(""),
+        ),
+        PLAIN,
+    ),
+    (
+        Mutant(
+            "records are added without looking at their signals",
+            SUMS,
+            "return b_.lane != 0 || rows.have_arrived(all);",
+            "return true;",
+        ),
+        PLAIN,
+    ),
+    (
+        Mutant("a node that keeps no row sends no zeros", SUMS, "u32 mates = kCame;", "u32 mates = 0;"),
+        COMBINES["behind a throughput dispatch, capacity"][1],
+    ),
+    (
+        Mutant(
+            "the sum of the owner's node is not rounded",
+            SUMS,
+            "} else if constexpr (kConfig.order.has_domains()) {",
+            "} else if constexpr (false) {",
+        ),
+        PLAIN,
+    ),
+    (
+        Mutant(
+            "contributions for other nodes lie where those of the own tokens do",
+            SUMS,
+            "s.part[thread] = is_away ? 1 + nodes_.nth_brought_by(at, thread) : 0;",
+            "s.part[thread] = 0;",
+        ),
+        PLAIN,
+    ),
+    (
+        Mutant(
+            "side values of mates are not read",
+            SUMS,
+            "? 0.0f + *b_.landed_side(flight_, nodes_.rank, 1 + nth_source, keeper, token, at % kTopk) : 0.0f;",
+            "? 0.0f : 0.0f;",
+        ),
+        SIDES,
+    ),
+)
+
+
+@pytest.mark.parametrize(("mutant", "case"), MUTANTS, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.long
+def test_mistakes_are_found(compiler: Compiler, mutant: Mutant, case: Case | CombineCase) -> None:
+    """An emulation that finds none of these proves nothing."""
+
+    def run(seed: int) -> list[str]:
+        if isinstance(case, CombineCase):
+            again: Any = dataclasses.replace(case, dispatch=dataclasses.replace(case.dispatch, seed=seed))
+        else:
+            again = dataclasses.replace(case, seed=seed)
+        num_slots = 4 if isinstance(case, CombineCase) else 2  # as few as a call needs
+        found: list[str] = with_nodes(compiler, again, 2, mutant, num_slots=num_slots, chunk_rows=8).run()
+        return found
+
+    assert is_found(run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("path", "old"),
+    [
+        (ROWS, "return static_cast<u32>(forward_plan().members()) != flight.active.word;"),
+        (SUMS, "return static_cast<u32>(forward_plan().members()) != flight_.active.word;"),
+    ],
+    ids=["dispatch", "combine"],
+)
+def test_members_that_are_not_compared(compiler: Compiler, path: str, old: str) -> None:
+    """The mistake is found."""
+    mutant = Mutant("the members are not compared", path, old, "return false;")
+    dispatch = dataclasses.replace(BRIEF, num_rounds=1)
+    seen = _run_with_others(compiler, behind(dispatch, 2, hidden=200), mutant)
+    assert seen != NO_ROWS

@@ -77,6 +77,11 @@ class SmallCombine {
     if constexpr (kConfig.has_nodes()) return has_peer(flight) && Sums(b_, flight).nodes().is_mate(b_.lane);
     return has_peer(flight);
   }
+  // With nodes a handle may have other members.
+  __device__ bool has_rows(const transport::Flight& flight) const {
+    if constexpr (kConfig.has_nodes()) return !Sums(b_, flight).has_moved();
+    return true;
+  }
   __device__ bool has_peer(const transport::Flight& flight) const {
     return b_.lane < kConfig.num_ranks && b_.lane != b_.a.view.rank && flight.is_active(b_.lane);
   }
@@ -86,7 +91,11 @@ class SmallCombine {
   __device__ static void meet_heard() { ptx::bar_sync_apart(kHeard, kWithOne); }
 
   __device__ void send(const transport::Flight& flight, SmallCombinePush<kConfig>& push) const {
-    push.run(flight, [] { meet_stored(); });
+    if (has_rows(flight)) {
+      push.run(flight, [] { meet_stored(); });
+    } else {
+      meet_stored();
+    }
     if constexpr (kConfig.has_nodes()) {
       ptx::bar_sync_apart(kMatesHeard, kWithOne);
       if (verdict(true) == Verdict::kOk) SmallCombineNodeSums<kConfig>(b_, warp_, flight).forward();
@@ -106,6 +115,7 @@ class SmallCombine {
     }
     transport::note_waited(b_.a.view, b_.lane, waited_ns);
     Verdict worst = worst_lane(mine);
+    if (worst == Verdict::kOk && sums.has_moved()) worst = Verdict::kGivenUp;
     if (worst == Verdict::kOk && !sums.find_places()) worst = Verdict::kBroken;
     if constexpr (kConfig.has_side) {
       if (worst == Verdict::kOk) sums.forward_side();
@@ -122,7 +132,9 @@ class SmallCombine {
     if constexpr (kConfig.has_nodes()) {
       if (block == 0) Sums(b_, flight).put_message(b_.lane);
     }
-    if constexpr (kConfig.has_side) SmallCombineSide<kConfig>(b_).send(flight);
+    if constexpr (kConfig.has_side) {
+      if (has_rows(flight)) SmallCombineSide<kConfig>(b_).send(flight);
+    }
     if (b_.num_early() > 0) {
       meet_stored();
       if (has_peer(flight)) peers.notify(Phase::kSend, flight, b_.lane, block);
@@ -175,7 +187,14 @@ class SmallCombine {
     }
     if (kConfig.sends && verdict(true) == Verdict::kBroken) mine = Verdict::kBroken;
     const Verdict heard = worst_lane(mine);
-    if (heard == Verdict::kOk && !sums.wait_records()) mine = Verdict::kBroken;
+    if (heard == Verdict::kOk && sums.has_moved()) {
+      if (b_.lane == 0 && blockIdx.x == 0) {
+        transport::record(b_.a.view, flight, transport::ErrorCause::kMoved, Phase::kCount, b_.a.view.rank, 0);
+      }
+      mine = Verdict::kGivenUp;
+    } else if (heard == Verdict::kOk && !sums.wait_records()) {
+      mine = Verdict::kBroken;
+    }
     if (heard == Verdict::kGivenUp && b_.lane == 0) sums.nodes().break_window();
     const bool is_ok = tell(flight, false, mine) == Verdict::kOk;
     if constexpr (kConfig.has_side) {

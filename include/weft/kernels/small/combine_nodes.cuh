@@ -29,6 +29,9 @@ class SmallCombineNodes {
 
   __device__ const Nodes<kConfig>& nodes() const { return nodes_; }
 
+  // Of a handle whose members are others: others forward and add, so no row goes. All ranks see it alike.
+  __device__ bool has_moved() const { return static_cast<u32>(forward_plan().members()) != flight_.active.word; }
+
   // By all threads, before a barrier: who adds for whom, and in which part of its landing.
   __device__ void init() const {
     auto& s = Block::landing();

@@ -86,7 +86,7 @@ class SmallDispatch {
     ptx::bar_sync(kStored, kWithOne);
     if constexpr (kConfig.has_nodes()) {
       SmallDispatchNodes<kConfig>(s_).tell();
-      if (SmallDispatchNodes<kConfig>::has_failed() != 0) return;
+      if (SmallDispatchNodes<kConfig>::has_failed()) return;
     }
     if (tells(s_.lane)) {
       s_.peers().notify(Phase::kSend, s_.flight, s_.lane, static_cast<i32>(blockIdx.x));
@@ -200,7 +200,7 @@ __device__ void small_dispatch(const SmallDispatchKernelArgs& args) {
                                                                             : transport::FlightPart::kReceive;
   transport::with_route<kConfig.route>(args, [&] {
     if (threadIdx.x == 0) {  // behind it there is a barrier in begin_flight
-      if constexpr (kConfig.has_nodes()) SmallDispatchNodes<kConfig>::has_failed() = 0;
+      if constexpr (kConfig.has_nodes()) SmallDispatchNodes<kConfig>::failure() = 0;
       if constexpr (kConfig.sends && !kConfig.is_cached) SmallDispatchSend<kConfig>::bad_ids().clear();
       if constexpr (kConfig.receives) SmallDispatchReceive<kConfig>::shared_words() = {0, false};
     }

@@ -35,10 +35,12 @@ class SmallDispatchNodes : public SmallDispatchState<kConfig> {
     return static_cast<u32>(forward_plan().members()) != flight.active.word;
   }
   // Set by a warp whose wait has failed: the block puts nothing and says nothing more (R9).
-  __device__ static u32& has_failed() {
+  __device__ static u32& failure() {
     __shared__ u32 failed;
     return failed;
   }
+  // By a whole warp, whose lanes must see it alike.
+  __device__ static bool has_failed() { return __any_sync(kAll, ptx::ld_acquire_cta(&failure()) != 0 ? 1 : 0) != 0; }
 
   // ---- the sending half
 
@@ -109,7 +111,7 @@ class SmallDispatchNodes : public SmallDispatchState<kConfig> {
   // By a warp, behind a barrier since the rows were stored: all chunks of the block go, and headers to mates.
   __device__ void tell() const {
     const i32 num = num_before(this->num_units(), [this](i32 token) { return own_nodes(token); });
-    const bool is_right = has_failed() == 0;
+    const bool is_right = !has_failed();
     if (is_right && !has_moved() && lane < kNodes && other_forwarder(lane) >= 0) rows_to(lane).put(num);
     __syncwarp();
   }
@@ -139,7 +141,7 @@ class SmallDispatchNodes : public SmallDispatchState<kConfig> {
     for (i32 source = 0; source < kRanks; ++source) num_brought += nodes_.brings(source) ? 1 : 0;
     this->share(num_brought, [&](i32 nth_source, i32 nth, i32 first, i32 stride) {
       const i32 source = brought(nth_source), token = this->token_of(this->unit(nth));
-      if (token >= num_tokens[source] || has_failed() != 0) return;
+      if (token >= num_tokens[source] || has_failed()) return;
       forward_row(source, nth_source, nth, first, stride);
     });
     return true;
@@ -147,17 +149,18 @@ class SmallDispatchNodes : public SmallDispatchState<kConfig> {
 
   // By a warp, behind a barrier of those: the headers of the sources, and credits.
   __device__ void tell_forwarded(const i32* num_tokens) const {
-    if (has_failed() != 0) return;
+    if (has_failed()) return;
     for (i32 source = 0, nth_source = 0; source < kRanks; ++source) {
       if (!nodes_.brings(source)) continue;
       if (lane < nodes_.size && nodes_.map.is_active(nodes_.first + lane)) {
         peers_.relay(Phase::kSend, flight, source, nodes_.first + lane, static_cast<i32>(blockIdx.x));
       }
       const i32 nth_of = nth_source++;
+      if (has_moved()) continue;
       const i32 num = num_before(this->num_units(), [&](i32 token) {
         return token < num_tokens[source] && has_come(source, nth_of, token) ? 1u : 0u;
       });
-      if (lane == 0 && !has_moved()) rows_from(source).take(num);
+      if (lane == 0) rows_from(source).take(num);
       __syncwarp();
     }
   }
@@ -226,7 +229,7 @@ class SmallDispatchNodes : public SmallDispatchState<kConfig> {
   // By a whole warp, until `look` is true in all lanes; `late()`: who is named.
   template <class Look, class Late>
   __device__ bool wait(const Look& look, const Late& late) const {
-    if (has_failed() != 0) return false;
+    if (has_failed()) return false;
     sync::LanePause pause(&a.view.host->abort, flight.active.word & ~mates().word, &a.view.host->timeout_ns);
     const sync::WaitResult result = sync::wait_all_lanes(look, pause);
     if (result == sync::WaitResult::kReady) {
@@ -236,7 +239,7 @@ class SmallDispatchNodes : public SmallDispatchState<kConfig> {
     const i32 culprit = late();
     if (lane == 0) {
       transport::settle(a.view, flight, result, Phase::kSend, culprit, 0);
-      ptx::st_release_cta(&has_failed(), 1);
+      ptx::st_release_cta(&failure(), 1);
     }
     return false;
   }
