@@ -272,7 +272,7 @@ u64 complete(const Config& config, Args&) {
 }
 
 inline u64 complete(const weft::SmallCombineKernelConfig& config, weft::kernels::SmallCombineKernelArgs& args) {
-  const i32 num_blocks = static_cast<i32>(gridDim.x) - (config.has_nodes() ? 1 : 0);
+  const i32 num_blocks = static_cast<i32>(gridDim.x) - config.num_network_blocks();
   args.split = weft::SmallSplit::make(config, args.max_tokens, num_blocks);
   return 0;
 }

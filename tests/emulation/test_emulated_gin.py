@@ -10,17 +10,25 @@ from combine_cases import CombineCase
 from dispatch_cases import Case
 from kernels import Compiler, Mutant
 from machine import Streams, is_found
-from node_cases import NODE_TIMEOUT_NS, GinNodes, with_nodes
+from node_cases import CHUNK_ROWS, NODE_TIMEOUT_NS, GinNodes, with_nodes
 from test_emulated_failures import DEADLINE, words
+from test_emulated_node_small import COMBINES, DISPATCHES
 from test_emulated_node_sums import CASES as SUMS
 from test_emulated_nodes import CASES, TWO
 
 RING = "weft/transport/rail_gin.cuh"
 
 
-def run(compiler: Compiler, case: Case | CombineCase, node_ranks: int, mutant: Mutant | None = None) -> list[str]:
+def run(
+    compiler: Compiler,
+    case: Case | CombineCase,
+    node_ranks: int,
+    mutant: Mutant | None = None,
+    chunk_rows: int = CHUNK_ROWS,
+) -> list[str]:
     num_slots = 4 if mutant is None else 2
-    runner = with_nodes(compiler, case, node_ranks, mutant, num_slots=num_slots, network=GinNodes)
+    options = {"num_slots": num_slots, "chunk_rows": chunk_rows}
+    runner = with_nodes(compiler, case, node_ranks, mutant, network=GinNodes, **options)
     found: list[str] = runner.run()
     return found
 
@@ -37,6 +45,22 @@ def test_sums_are_those_of_the_reference(compiler: Compiler, name: str) -> None:
     """In every bit."""
     node_ranks, case = SUMS[name]
     assert run(compiler, case, node_ranks) == []
+
+
+@pytest.mark.parametrize("name", ["2 x 2", "2 x 2, two launches, repeated", "4 + 2, two have left"])
+def test_rows_of_small_batches(compiler: Compiler, name: str) -> None:
+    """The same."""
+    node_ranks, case = DISPATCHES[name]
+    assert run(compiler, case, node_ranks) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["2 x 2, bias", "2 x 2, expert_major, weighted, side values, two launches", "4 + 2, two have left"]
+)
+def test_sums_of_small_batches(compiler: Compiler, name: str) -> None:
+    """The same."""
+    node_ranks, case = COMBINES[name]
+    assert run(compiler, case, node_ranks, chunk_rows=8) == []
 
 
 MUTANTS = (

@@ -33,7 +33,7 @@ struct SmallDispatchKernelConfig {
   WEFT_HD static constexpr i32 num_threads() { return (kWarps + 2) * 32; }
   WEFT_HD constexpr i32 num_local_experts() const { return num_experts / num_ranks; }
   WEFT_HD constexpr ExpertPlacement experts() const { return {num_ranks, num_local_experts()}; }
-  WEFT_HD constexpr bool has_nodes() const { return route == Route::kNodes; }
+  WEFT_HD constexpr bool has_nodes() const { return leads_to_nodes(route); }
   WEFT_HD constexpr i32 num_nodes() const { return has_nodes() ? (num_ranks + node_ranks - 1) / node_ranks : 1; }
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
   WEFT_HD constexpr bool is_quantized() const { return quantize != Quantize::kNone; }

@@ -29,7 +29,8 @@ struct SmallCombineKernelConfig {
   static constexpr i32 kVectors = 4;     // most 16-byte accesses that a lane of them has under way for a row
   static constexpr i32 kNarrowRows = 8;  // most rows that it has one such access for
 
-  WEFT_HD constexpr bool has_nodes() const { return route == Route::kNodes; }
+  WEFT_HD constexpr bool has_nodes() const { return leads_to_nodes(route); }
+  WEFT_HD constexpr i32 num_network_blocks() const { return route == Route::kNodes ? 1 : 0; }  // of a grid, at its end
   WEFT_HD constexpr i32 num_nodes() const { return has_nodes() ? (num_ranks + node_ranks - 1) / node_ranks : 1; }
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
   WEFT_HD constexpr bool is_by_pick() const { return order.is_by_pick(); }         // by expert alone

@@ -103,6 +103,7 @@ void GinNetwork::State::make() {
   const auto own = std::ranges::find(opening.ranks, opening.rank);
   const int number = static_cast<int>(own - opening.ranks.begin());
   nccl.check(nccl.init(&comm, static_cast<int>(opening.ranks.size()), opening.id, number), "ncclCommInitRank");
+  if (is_left) throw_invalid_state("nobody waits for this network any more");
   choose();
   nccl.check(nccl.register_window(comm, opening.memory, opening.num_bytes, &window, nccl::kWindowSymmetric),
              "ncclCommWindowRegister");
@@ -151,7 +152,8 @@ GinNetwork::~GinNetwork() {
 }
 
 std::unique_ptr<GinNetwork> GinNetwork::open(std::shared_ptr<const nccl::Library> library, const GinOpening& opening,
-                                             u64 deadline_ns, const Poll& poll) {
+                                             u64 deadline_ns, const Poll& poll,
+                                             const std::function<void()>& keep_memory) {
   auto state = std::make_shared<State>(std::move(library), opening);
   start_thread("weft-nccl", [state] {
     try {
@@ -166,7 +168,7 @@ std::unique_ptr<GinNetwork> GinNetwork::open(std::shared_ptr<const nccl::Library
   bool is_in_time = false;
   const auto leave = [&] {
     state->is_left = true;
-    if (state->is_done) GinNetwork(state).close();
+    if (!state->is_done || !GinNetwork(state).close()) keep_memory();
   };
   try {
     is_in_time = wait_on_host([&] { return state->is_done.load(); }, deadline_ns, poll);
@@ -210,12 +212,6 @@ std::string GinNetwork::macros() const {
     all += std::string("#define NCCL_GIN_") + name_of(type) + "_ENABLE" + value;
   }
   return all;
-}
-
-int GinNetwork::async_error() const {
-  int found = nccl::kSuccess;
-  const int status = state_->library->async_error(state_->comm, &found);
-  return status != nccl::kSuccess ? status : found;
 }
 
 }  // namespace weft::nvlink

@@ -1,6 +1,7 @@
 // NCCL as the network of kernels with nodes: one communicator of NCCL's for each epoch of a window (docs/protocols/rail-gin.md).
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -35,9 +36,9 @@ struct GinOpening {
 class GinNetwork {
  public:
   // Collective, by all ranks of the epoch. Errors: kUnsupported (no NIC that posts for GPUs), kPeerTimeout (not ready at
-  // `deadline_ns`), kInternalError (what NCCL says).
+  // `deadline_ns`), kInternalError (what NCCL says). `keep_memory()`: it throws, and NCCL may still reach the memory.
   static std::unique_ptr<GinNetwork> open(std::shared_ptr<const nccl::Library> library, const GinOpening& opening,
-                                          u64 deadline_ns, const Poll& poll);
+                                          u64 deadline_ns, const Poll& poll, const std::function<void()>& keep_memory);
   // close(), if nobody has.
   ~GinNetwork();
   GinNetwork(const GinNetwork&) = delete;
@@ -51,8 +52,6 @@ class GinNetwork {
   std::string text() const;
   // Macros for the kernels' source, before NCCL's headers: the one backend that they have.
   std::string macros() const;
-  // NCCL's own error since; 0: none.
-  int async_error() const;
 
  private:
   struct State;

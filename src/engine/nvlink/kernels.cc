@@ -100,10 +100,12 @@ std::string render(const CombineKernelConfig& config) {
   return route_header(config.route) + entry({"combine/entry.cuh", "combine", "Combine", "combine_kernel"}, config);
 }
 std::string render(const SmallDispatchKernel& kernel) {
-  return entry({"small/dispatch_entry.cuh", "small_dispatch", "SmallDispatch", "dispatch_kernel"}, kernel.config);
+  return route_header(kernel.config.route) +
+         entry({"small/dispatch_entry.cuh", "small_dispatch", "SmallDispatch", "dispatch_kernel"}, kernel.config);
 }
 std::string render(const SmallCombineKernelConfig& config) {
-  return entry({"small/combine_entry.cuh", "small_combine", "SmallCombine", "combine_kernel"}, config);
+  return route_header(config.route) +
+         entry({"small/combine_entry.cuh", "small_combine", "SmallCombine", "combine_kernel"}, config);
 }
 
 std::string symbol_of(const std::string& source) {
@@ -159,13 +161,14 @@ const Kernel& Kernels::prepare(const DispatchKernelConfig& config, const KernelH
                  static_cast<unsigned>(config.shared_bytes()), headers.folders);
 }
 
-const Kernel& Kernels::prepare(const SmallDispatchKernel& kernel) {
-  return prepare(render(kernel), static_cast<unsigned>(SmallDispatchKernelConfig::num_threads()),
-                 static_cast<unsigned>(kernel.config.shared_bytes(kernel.num_places)));
+const Kernel& Kernels::prepare(const SmallDispatchKernel& kernel, const KernelHeaders& headers) {
+  return prepare(headers.prologue + render(kernel), static_cast<unsigned>(SmallDispatchKernelConfig::num_threads()),
+                 static_cast<unsigned>(kernel.config.shared_bytes(kernel.num_places)), headers.folders);
 }
 
-const Kernel& Kernels::prepare(const SmallCombineKernelConfig& config) {
-  return prepare(render(config), static_cast<unsigned>(SmallCombineKernelConfig::num_threads()), 0);
+const Kernel& Kernels::prepare(const SmallCombineKernelConfig& config, const KernelHeaders& headers) {
+  return prepare(headers.prologue + render(config), static_cast<unsigned>(SmallCombineKernelConfig::num_threads()), 0,
+                 headers.folders);
 }
 
 const Kernel& Kernels::prepare(const CombineKernelConfig& config, const KernelHeaders& headers) {

@@ -55,8 +55,8 @@ class Kernels {
   // Compiles or loads at the first call of a configuration. Errors: kCompileError, kCudaError.
   const Kernel& prepare(const DispatchKernelConfig& config, const KernelHeaders& headers = {});
   const Kernel& prepare(const CombineKernelConfig& config, const KernelHeaders& headers = {});
-  const Kernel& prepare(const SmallDispatchKernel& kernel);
-  const Kernel& prepare(const SmallCombineKernelConfig& config);
+  const Kernel& prepare(const SmallDispatchKernel& kernel, const KernelHeaders& headers = {});
+  const Kernel& prepare(const SmallCombineKernelConfig& config, const KernelHeaders& headers = {});
   // `shared_bytes`: dynamic. Any thread.
   const Kernel& prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes,
                         const std::vector<std::string>& folders = {});

@@ -31,7 +31,6 @@ Library::Library(const std::string& path) : path_(path) {
   load(library, get_unique_id, "ncclGetUniqueId");
   load(library, init, "ncclCommInitRank");
   load(library, abort, "ncclCommAbort");
-  load(library, async_error, "ncclCommGetAsyncError");
   load(library, query_properties, "ncclCommQueryProperties");
   load(library, register_window, "ncclCommWindowRegister");
   load(library, deregister_window, "ncclCommWindowDeregister");

@@ -23,7 +23,6 @@ class Library {
   int (*get_unique_id)(UniqueId*) = nullptr;
   int (*init)(Comm*, int num_ranks, UniqueId, int rank) = nullptr;
   int (*abort)(Comm) = nullptr;
-  int (*async_error)(Comm, int*) = nullptr;
   int (*query_properties)(Comm, Properties*) = nullptr;
   int (*register_window)(Comm, void*, size_t, Window*, int flags) = nullptr;
   int (*deregister_window)(Comm, Window) = nullptr;

@@ -23,7 +23,7 @@ SmallCombineKernelConfig small_kernel(const GpuWindowShape& shape, const Combine
   config.sends = spec.sends;
   config.receives = spec.receives;
   if (has_nodes(shape)) {
-    config.route = Route::kNodes;
+    config.route = route_of(shape);
     config.node_ranks = static_cast<i32>(shape.node_ranks);
   }
   return config;

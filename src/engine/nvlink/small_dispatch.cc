@@ -18,7 +18,7 @@ SmallDispatchKernel small_kernel(const GpuWindowShape& shape, const DispatchSpec
   config.sends = spec.sends;
   config.receives = spec.receives;
   if (has_nodes(shape)) {
-    config.route = Route::kNodes;
+    config.route = route_of(shape);
     config.node_ranks = static_cast<i32>(shape.node_ranks);
   }
   config.scale_word_bytes = spec.receives ? spec.scale_word_bytes : 0;

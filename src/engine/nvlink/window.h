@@ -140,13 +140,7 @@ class Window : public CallWindow {
     std::string key = key_of(config);
     const auto known = prepared_.find(key);
     if (known != prepared_.end()) return *known->second;
-    const auto compiled = [&]() -> const Kernel& {
-      if constexpr (requires { config.node_ranks; }) {
-        return gpu_->kernels->prepare(config, kernel_headers());
-      } else {
-        return gpu_->kernels->prepare(config);
-      }
-    };
+    const auto compiled = [&]() -> const Kernel& { return gpu_->kernels->prepare(config, kernel_headers()); };
     const Kernel& kernel = load(render(config), compiled, timeout_ns, poll);
     if (prepared_.size() >= kMostPrepared) prepared_.clear();
     prepared_.emplace(std::move(key), &kernel);

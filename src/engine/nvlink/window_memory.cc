@@ -268,7 +268,8 @@ void Window::open_network(const std::vector<int>& ranks, const nccl::UniqueId& i
   opening.id = id;
   opening.memory = rail_.data();
   opening.num_bytes = rail_.bytes();
-  network_ = GinNetwork::open(nccl_, opening, deadline_ns, poll);
+  network_ = GinNetwork::open(nccl_, opening, deadline_ns, poll,
+                              [this] { static_cast<void>(new DeviceMemory(std::move(rail_))); });
   log_line(kLogInfo, "rank " + std::to_string(comm_->rank()) + ": between nodes " + network_->text());
   const transport::GinRail argument = network_->argument();
   cuda::check(cuda::driver().copy_from_host_async(rail_.address() + rail_argument(shape_), &argument, sizeof(argument),

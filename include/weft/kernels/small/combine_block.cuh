@@ -28,8 +28,8 @@ struct SmallCombineBlock {
   const SmallCombineKernelArgs& a;
   i32 lane;
 
-  // One more is the network.
-  __device__ static i32 num_blocks() { return static_cast<i32>(gridDim.x) - (kConfig.has_nodes() ? 1 : 0); }
+  // One more may be the network.
+  __device__ static i32 num_blocks() { return static_cast<i32>(gridDim.x) - kConfig.num_network_blocks(); }
   __device__ static SmallLanding<kConfig.num_ranks>& landing() {
     __shared__ SmallLanding<kConfig.num_ranks> shared;
     return shared;

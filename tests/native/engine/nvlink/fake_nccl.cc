@@ -102,11 +102,6 @@ int ncclCommAbort(nccl::Comm comm) {
   return 0;
 }
 
-int ncclCommGetAsyncError(nccl::Comm, int* error) {
-  *error = 0;
-  return 0;
-}
-
 int ncclCommQueryProperties(nccl::Comm comm, nccl::Properties* found) {
   if (found->magic != nccl::kMagic || found->size != nccl::properties_bytes(settings.version)) return 4;
   found->rank = comm->rank;
