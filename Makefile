@@ -10,8 +10,6 @@ VENV ?= .venv
 JOBS ?= $(shell nproc)
 # Whether native tests are also built with AddressSanitizer, UBSan and ThreadSanitizer; .ci/long does that.
 SANITIZERS ?= OFF
-# More options of CMake for native tests. -DCMAKE_UNITY_BUILD=ON compiles the library in groups, as a wheel has it; .ci/run does that.
-NATIVE_OPTIONS ?=
 
 ifeq ($(strip $(VENV)),)
 python := $(PYTHON)
@@ -60,7 +58,7 @@ native-test: $(environment) ## build and run the C++ tests alone (SANITIZERS=ON 
 	@export PATH="$(scripts):$$PATH"
 	mkdir -p build/native
 	exec 9>build/native.lock; flock 9
-	cmake -S . -B build/native -G Ninja -DWEFT_BUILD_TESTS=ON -DWEFT_BUILD_MODULE=OFF -DWEFT_TEST_SANITIZERS=$(SANITIZERS) $(NATIVE_OPTIONS) >/dev/null
+	cmake -S . -B build/native -G Ninja -DWEFT_BUILD_TESTS=ON -DWEFT_BUILD_MODULE=OFF -DWEFT_TEST_SANITIZERS=$(SANITIZERS) >/dev/null
 	cmake --build build/native -j $(JOBS)
 	ctest -j $(JOBS) --test-dir build/native --output-on-failure --no-tests=error --timeout 900
 
