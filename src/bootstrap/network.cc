@@ -108,7 +108,7 @@ void prepare(int socket) {
 }
 
 // A machine that has gone silent is told from a rank that has nothing to say: the kernel asks it once a second. One end asks, the
-// other counts the questions: those of two ends that cross are lost (bootstrap.md).
+// other counts the questions: those of two ends get lost (decision 0048).
 void keep_asking(int socket) {
   set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
   set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, 1);

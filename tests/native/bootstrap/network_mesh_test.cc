@@ -139,7 +139,7 @@ TEST(who_has_called_is_told_why_a_rank_gives_up) {
   other.join();
 }
 
-// Questions of both ends cross, and are lost (decision 0048).
+// Questions of both ends get lost (decision 0048).
 TEST(the_callers_kernel_asks_and_the_called_end_counts) {
   Door door{DoorOptions{}};
   door.open();
