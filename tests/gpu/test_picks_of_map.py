@@ -28,7 +28,8 @@ def test_picks_are_those_of_the_host(dtype: torch.dtype | None) -> None:
             assert not differ((ids.cpu(), None if weights is None else weights.cpu()), want)
 
 
-def test_one_kernel_makes_them() -> None:
+def test_one_kernel_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # kernels of the fixtures
     chosen, probs = (each.cuda() for each in map_of(300, 64, 8))
     picks_of_map(chosen, probs, 64, 8, runs_kernels=True)  # loads the kernel
     torch.cuda.synchronize()
