@@ -136,7 +136,7 @@ def test_kernel_has_no_spills_copies_in_bulk_and_keeps_orders(arch: str, shape: 
     case = (arch, shape, name)
     group, idx = compilations(of_long=is_long(case))[case]
     kernel = group.result()[idx]
-    moves_rows = not name.startswith(("unload", "gradients", "place", "stage", "small", "count", "need"))
+    moves_rows = not name.startswith(("unload", "gradients", "place", "stage", "small", "count", "picks", "need"))
     stores_in_bulk = "from the heap" not in name and not orders.stores_by_threads(name)
     found = sass.problems(
         kernel,
