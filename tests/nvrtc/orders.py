@@ -35,7 +35,7 @@ def headers(name: str) -> tuple[int, int]:
     """How many kinds of headers a kernel sends and waits for. A small combine sends those of early units too."""
     number = (
         0
-        if name in ("unload", "gradients", "place rows", "stage rows", "count picks")
+        if name in ("unload", "gradients", "place rows", "stage rows", "count picks", "picks of map")
         else 1
         if name == "need room"
         else 3
