@@ -50,7 +50,9 @@ def test_bytes_of_an_operation(op: str, copied: float, wire: int, logical: int) 
     assert rates["wire_gb_per_s"] == pytest.approx(wire / 2e-6 / 1e9)
 
 
-@pytest.mark.parametrize(("quantize", "num_bytes"), [("none", 260), ("fp8", 138), ("fp8_ue8m0", 132)])
+@pytest.mark.parametrize(
+    ("quantize", "num_bytes"), [("none", 260), ("fp8", 138), ("fp8_ue8m0", 132), ("fp8_pow2", 138)]
+)
 def test_scales_travel_with_their_rows(quantize: str, num_bytes: int) -> None:
     """130 values have two scales."""
     case = one_shape(Options(hidden=130, quantize=quantize))[0]

@@ -10,7 +10,7 @@ from weft.bench.ranks import Row
 __all__ = ["between_nodes", "row_bytes", "traffic"]
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_SCALE_BYTES = {"none": 0, "fp8": 4, "fp8_ue8m0": 1}  # of a scale, of 128 values each
+_SCALE_BYTES = {"none": 0, "fp8": 4, "fp8_ue8m0": 1, "fp8_pow2": 4}  # of a scale, of 128 values each
 
 
 def row_bytes(case: Case) -> tuple[int, int]:
