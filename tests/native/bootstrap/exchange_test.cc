@@ -1,5 +1,6 @@
 // Guards against lost, mixed up or stuck messages, leaked descriptors, waits without an end and goodbyes taken for
 // deaths, with ranks as processes and as threads.
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>

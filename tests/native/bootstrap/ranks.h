@@ -1,7 +1,6 @@
 // Real processes as ranks for the tests of the control plane: forked, connected, told what to do by the test.
 #pragma once
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/file.h>
@@ -20,6 +19,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -50,13 +50,15 @@ inline std::vector<int> all_but(int num_ranks, const std::vector<int>& without =
   return ranks;
 }
 
-inline int num_open_fds() {
-  int count = 0;
-  DIR* folder = opendir("/proc/self/fd");
-  while (readdir(folder) != nullptr) ++count;
-  closedir(folder);
-  return count;
+inline std::set<int> open_fds() {
+  std::set<int> fds;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    fds.insert(std::stoi(entry.path().filename()));
+  }
+  return fds;
 }
+
+inline int num_open_fds() { return static_cast<int>(open_fds().size()); }
 
 // Collects what an abort handler hears. Must outlive the control plane it listens to.
 class Ear {

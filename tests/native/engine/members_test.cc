@@ -363,6 +363,38 @@ TEST(an_evicted_rank_that_wakes_up_is_told) {
   ranks.join_all();
 }
 
+// It is lost by its sockets, and lives on: that it has ended is known when its process has.
+TEST(the_end_of_a_rank_that_was_left_out_is_proven) {
+  ForkedRanks ranks(3, [](Rank& self) {
+    const std::set<int> before = open_fds();
+    self.connect();
+    auto comm = Communicator::create(std::move(self.plane));
+    self.parent.tell(1);
+    CHECK_EQ(self.parent.hear(), 2u);
+    for (const int fd : self.rank == 2 ? open_fds() : before) {
+      if (!before.contains(fd)) shutdown(fd, SHUT_RDWR);
+    }
+    if (self.rank == 2) pause();
+    CHECK(comes_true([&] { return comm->is_broken(); }));
+    while (comm->active_ranks().size() != 2) comm->recover({}, 1, deadline_after_s(kLongS), {});
+    comm->exchange(u64{1} << 60 | 1, {}, {}, deadline_after_s(kLongS), {});
+    CHECK(comm->evicted_ranks() == std::vector<int>{2} && comm->safe_to_delete().empty());
+    self.parent.tell(3);
+    CHECK(comes_true([&] { return comm->safe_to_delete() == std::vector<int>{2}; }));
+    CHECK(comm->evicted_ranks().empty());
+    self.parent.tell(4);
+    CHECK_EQ(self.parent.hear(), 5u);
+  });
+  for (const int rank : all_but(3)) CHECK_EQ(ranks.pipe(rank).hear(), 1u);
+  for (const int rank : all_but(3)) ranks.pipe(rank).tell(2);
+  for (const int rank : {0, 1}) CHECK_EQ(ranks.pipe(rank).hear(), 3u);
+  ranks.signal(2, SIGKILL);
+  ranks.join(2, SIGKILL);
+  for (const int rank : {0, 1}) CHECK_EQ(ranks.pipe(rank).hear(), 4u);
+  for (const int rank : {0, 1}) ranks.pipe(rank).tell(5);
+  ranks.join_all({2});
+}
+
 TEST(with_too_few_ranks_nothing_is_decided) {
   std::atomic<int> num_refused{0};
   with_planes(3, [&](int rank, std::unique_ptr<ControlPlane> plane) {
