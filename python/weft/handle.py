@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.call.event import COMPLETE, Event
+from weft.call.event import Event
 from weft.call.spec import RANK_MAJOR, Call, rows_shape
 from weft.limits import LAYOUTS
 
@@ -235,9 +235,9 @@ class Dispatched:
         x: torch.Tensor | Quantized,
         handle: Handle,
         overflow: torch.Tensor,
-        event: Event = COMPLETE,
-        calls: Any = None,
-        half: Any = None,
+        event: Event,
+        calls: Any,
+        half: Any = None,  # defaults that are constants: others torch 2.11 does not trace
     ) -> None:
         fields = self.__dict__  # as Handle._lazily
         fields["x"], fields["handle"], fields["overflow"] = x, handle, overflow
