@@ -104,6 +104,9 @@ CASES = {
         is_split=True,
         is_repeated=True,
     ),
+    "masked, powers of two, column-major scales": dataclasses.replace(
+        PLAIN, seed=12, layout="masked", rows="fp8_pow2", hidden=656, scale_word_bytes=4, capacity=9, num_rounds=1
+    ),
     "rank_major, bytes, column-major scales": dataclasses.replace(
         PLAIN, seed=11, rows="bytes", hidden=592, scale_bytes=272, scale_word_bytes=8, is_repeated=True
     ),

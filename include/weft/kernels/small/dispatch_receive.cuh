@@ -57,6 +57,9 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
     if (lane < kRanks) sums().num_tokens[lane] = static_cast<i32>(num_tokens);
   }
 
+  // [kRanks], behind the barrier that tells of the headers.
+  __device__ static const i32* all_num_tokens() { return sums().num_tokens; }
+
   // Zeros before the first barrier.
   struct SharedWords {
     u32 has_heard;  // not 0: the count headers are there, or never will be
