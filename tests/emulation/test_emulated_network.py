@@ -1,6 +1,7 @@
 """Guards against a host that gives NCCL, or kernels that post to it, wrong words: calls of the Python API.
 
-A stand-in takes NCCL's place. Windows load it as they would load NCCL; its network keeps no order of puts (tests/native/engine/nvlink/fake_nccl.cc).
+A stand-in takes NCCL's place. Windows load it as they would load NCCL; its network keeps no order of puts
+(tests/native/engine/nvlink/fake_nccl.cc).
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ from node_calls import (
     check_refused_calls,
     check_scales_by_column,
     check_side_values,
-    check_small_calls,
     check_sums_in_fp8,
     check_windows,
     inputs_here,
     opened,
 )
+from small_node_calls import check_small_calls
 
 from pool import RankState
 

@@ -24,10 +24,10 @@ from node_calls import (
     check_refused_calls,
     check_scales_by_column,
     check_side_values,
-    check_small_calls,
     check_sums_in_fp8,
     check_windows,
 )
+from small_node_calls import check_small_calls
 
 LARGE = Size(hidden=2048, num_tokens=(512, 210, 0, 333), room=600, expert_room=96, num_sms=8)
 

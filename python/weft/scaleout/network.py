@@ -1,4 +1,4 @@
-"""NCCL as the network between nodes of GPUs: what a window needs to use it. A window without it needs nothing of this."""
+"""NCCL as the network between nodes of GPUs: what a window needs to use it. Other windows need nothing of this."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def paths() -> _native.NcclPaths:
     # A kernel's key has its source, and not the headers of others: so the source names them.
     named = f"// {rewritten.name}, CUDA {_cuda_version(cuda[0])}\n"
     folders = [str(rewritten), *map(str, cuda)]
-    return _load.native().NcclPaths(library=str(found.library), prologue=named + headers.PROLOGUE, includes=folders)
+    prologue = named + headers.PROLOGUE
+    made: _native.NcclPaths = _load.native().NcclPaths(library=str(found.library), prologue=prologue, includes=folders)
+    return made
 
 
 @contextlib.contextmanager

@@ -22,7 +22,9 @@ void check_call(const GpuWindowShape& shape, const CallSpec& spec, i64 record_by
     refuse("rows of " + std::to_string(record_bytes) + " bytes",
            "at most " + std::to_string(shape.landing_row_bytes) + " in this window");
   }
-  if (!spec.is_small && spec.layout != Layout::kRankMajor && shape.top_k > 32) refuse("more than 32 picks by expert", "rank_major");
+  if (!spec.is_small && spec.layout != Layout::kRankMajor && shape.top_k > 32) {
+    refuse("more than 32 picks by expert", "rank_major");
+  }
 }
 
 }  // namespace

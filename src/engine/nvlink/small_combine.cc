@@ -79,8 +79,8 @@ void SmallCombineCall::check_rings() const {
   }
   const i64 places = landing_rows_a_token(w_.shape_, w_.active_) * a_.max_tokens;
   if (places > w_.shape_.num_ranks * w_.shape_.small_tokens) {
-    refuse_small(what + " among these members, which takes places for " + std::to_string(places) +
-                 " rows of " + std::to_string(w_.shape_.num_ranks * w_.shape_.small_tokens));
+    refuse_small(what + " among these members, which takes places for " + std::to_string(places) + " rows of " +
+                 std::to_string(w_.shape_.num_ranks * w_.shape_.small_tokens));
   }
 }
 
