@@ -179,6 +179,11 @@ class Nodes:
         return 4 * (FORWARD_HEADER + self._num_brought(rank) * each)
 
     def _combine(self, rank: int, received: Received, combined: Combined) -> list[Launch]:
+        runner, shape = self.runner, self.runner.case.shape
+        if runner.case.is_small_again:  # as the host, which refuses more
+            assert isinstance(runner, CombineRunner)
+            places = self._most_parts() * self.node_ranks * runner.call.max_tokens
+            assert places <= shape.num_ranks * shape.small_tokens
         launches = self._direct_combine(rank, received, combined)
         return [self._with_plan(each, received) if "send_plan" in each.fields else each for each in launches]
 
@@ -186,7 +191,7 @@ class Nodes:
         """As CombineRunner: a landing has a part for the own tokens, and one for each rank that is forwarded for."""
         runner, layout = self.runner, self.world.layout
         assert isinstance(runner, CombineRunner)
-        most_parts = max(1 + self._num_brought(rank) for rank in runner.case.active_ranks)
+        most_parts = self._most_parts()
         room = layout["landing_ids"] - layout["landing_rows"]
         each = room // (most_parts * self.node_ranks * runner.wire_row_bytes())
         if runner.combine.has_side:
@@ -194,6 +199,9 @@ class Nodes:
             each = min(each, shape.num_ranks * shape.max_tokens // (most_parts * self.node_ranks))
         most = runner.call.max_tokens
         return [(first, min(first + each, most)) for first in range(0, max(most, 1), each)]
+
+    def _most_parts(self) -> int:
+        return max(1 + self._num_brought(rank) for rank in self.runner.case.active_ranks)
 
     def _num_brought(self, rank: int) -> int:
         """As Nodes::brings."""

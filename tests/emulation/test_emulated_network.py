@@ -84,7 +84,7 @@ def small_refused(state: RankState, options: dict[str, Any]) -> str:
     with opened(state, SMALL) as ep:
         given = inputs_here(state, SMALL, 0)
         with pytest.raises(weft.Unsupported) as error:
-            ep.dispatch(*given, max_tokens=max(SMALL.num_tokens), **options)
+            ep.dispatch(*given, max_tokens=max(SMALL.num_tokens), capacity=SMALL.room, **options)
         ep.dispatch(*given)
     return str(error.value)
 

@@ -39,6 +39,8 @@ UNEVEN = Case(
     is_small=True,
     num_rounds=2,
 )
+# Each call fills all of a ring.
+FULL = dataclasses.replace(TWO, tokens=(24, 24, 24, 24), num_rounds=6)
 FEW = dataclasses.replace(UNEVEN, tokens=(8, 5, 7, 8, 8, 3))  # one rank adds for three others
 # Each with the ranks of a node; the last node may have fewer.
 DISPATCHES = {
@@ -96,7 +98,14 @@ DISPATCHES = {
     "expert_major of a throughput dispatch, repeated": (
         2,
         dataclasses.replace(
-            TWO, layout="expert_major", is_small=False, is_small_behind=True, is_repeated=True, alignment=8, seed=12
+            TWO,
+            layout="expert_major",
+            is_small=False,
+            is_small_behind=True,
+            is_repeated=True,
+            alignment=8,
+            spread_blocks=2,
+            seed=12,
         ),
     ),
 }
@@ -150,12 +159,22 @@ COMBINES = {
     ),
     "4 x 2": (2, behind(dataclasses.replace(FOUR, seed=7), 2, hidden=200)),
     "3 x 4": (4, behind(dataclasses.replace(THREE, layout="expert_major", seed=8), 4, hidden=200, is_weighted=True)),
-    "4 + 2": (4, behind(dataclasses.replace(UNEVEN, is_split=True, seed=9), 4, hidden=200, has_side=True)),
+    "4 + 2": (
+        4,
+        behind(
+            dataclasses.replace(UNEVEN, tokens=(12, 5, 11, 8, 12, 9), is_split=True, seed=9),
+            4,
+            hidden=200,
+            has_side=True,
+        ),
+    ),
     "4 + 2, two have left": (4, behind(dataclasses.replace(FEW, lost_ranks=(1, 4), seed=10), 4, hidden=200)),
     "behind a throughput dispatch, capacity": (
         2,
         behind(
-            dataclasses.replace(BRIEF, layout="masked", capacity=7, is_small=False, is_small_behind=True, seed=11),
+            dataclasses.replace(
+                BRIEF, layout="masked", capacity=7, is_small=False, is_small_behind=True, spread_blocks=2, seed=11
+            ),
             2,
             hidden=200,
             has_side=True,
@@ -251,7 +270,7 @@ MUTANTS = (
             "const bool has_place = !goes || rows_to(lane).have_places(record + 1);",
             "const bool has_place = true;",
         ),
-        TWO,
+        FULL,
     ),
     (
         Mutant(

@@ -139,8 +139,8 @@ MUTANTS = (
     Mutant(
         "the header is sent while other warps store rows",
         KERNEL,
-        "send.send_rows();\n    ptx::bar_arrive(kStored, kWithOne);",
-        "ptx::bar_arrive(kStored, kWithOne);\n    send.send_rows();",
+        "      send.send_rows();\n    }\n    ptx::bar_arrive(kStored, kWithOne);",
+        "      ptx::bar_arrive(kStored, kWithOne);\n      send.send_rows();\n    }",
     ),
     Mutant(
         "both parities share their slots",

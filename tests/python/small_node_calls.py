@@ -18,7 +18,7 @@ def small(state: RankState, case: tuple[Size, str, bool]) -> list[tuple[torch.Te
     options: dict[str, Any] = {"staged": True} if staged else {"mode": "latency"}
     seen, most = [], max(size.num_tokens)
     # The last node's rank adds for all: of three ranks it has places for a part of the window's tokens.
-    with opened(state, size, max_tokens_per_rank=2 * most) as ep:
+    with opened(state, size, max_tokens_per_rank=2 * most, small_tokens=2 * most) as ep:
         for seed in (0, 1):
             first = {"layout": layout, "capacity": capacity, "max_tokens": most}
             r = ep.dispatch(*inputs_here(state, size, seed), **first, **options)

@@ -358,13 +358,9 @@ def test_limits_and_supports() -> None:
         assert not weft.supports(**options), options
     on_gpus = {"engine": "nvlink", "num_ranks": 4, "num_experts": 8, "node_ranks": 2}
     assert weft.supports(**on_gpus)
-    for more in (
-        {"mode": "latency"},
-        {"staged": True},
-        {"order": "last_pick"},
-        {"order": "pick"},
-        {"side_lanes": "all"},
-    ):
+    for more in ({"mode": "latency"}, {"staged": True, "capacity": 8}):
+        assert weft.supports(**on_gpus, **more), more
+    for more in ({"order": "last_pick"}, {"order": "pick"}, {"side_lanes": "all"}):
         assert not weft.supports(**on_gpus, **more), more
         assert weft.supports(**(on_gpus | {"node_ranks": 4}), **more), more
     with pytest.raises(weft.InvalidArgument, match=r"unknown options colour; allowed are .*layout"):

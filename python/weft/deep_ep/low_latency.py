@@ -14,7 +14,7 @@ from weft.deep_ep.buffer_base import BufferBase
 from weft.deep_ep.errors import refused
 from weft.deep_ep.known import Known, weighted_sum_of
 from weft.deep_ep.layers import ShapeOf
-from weft.deep_ep.low_latency_handle import LowLatencyHandle, rows_of, source_ranks, weighted_rows
+from weft.deep_ep.low_latency_handle import LowLatencyHandle, source_ranks, weighted_rows
 from weft.deep_ep.rows import (
     are_counts,
     bare,
@@ -184,7 +184,7 @@ class LowLatency(BufferBase):
                 late.append(lambda: count.copy_(counts))
             if cumulative_local_expert_recv_stats is not None:
                 late.append(lambda: cumulative_local_expert_recv_stats.add_(count))
-            rows = rows_of(r)
+            rows = r.x if isinstance(r.x, torch.Tensor) else (r.x.data, r.x.scales)
             if self._masks is not None:
                 if self._masks.is_automatic:
                     copies = x.clone(), topk_idx.clone(), None if topk_weights is None else topk_weights.clone()
@@ -223,7 +223,7 @@ class LowLatency(BufferBase):
         count = r.handle._counts()  # no call of a buffer reads them again
         if stats is not None:
             late.append(lambda: stats.add_(count))
-        rows = rows_of(r)
+        rows = r.x if isinstance(r.x, torch.Tensor) else (r.x.data, r.x.scales)
         beside = () if topk_weights is None else (r.topk_weights, source_ranks(handle, late))
         if has_hook:
             return rows, count, *beside, handle, EventOverlap(), _once(late)

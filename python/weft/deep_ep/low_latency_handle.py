@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
     from weft.handle import Dispatched
 
-__all__ = ["LowLatencyHandle", "rows_of", "source_ranks", "weighted_rows"]
+__all__ = ["LowLatencyHandle", "source_ranks", "weighted_rows"]
 
 
 class LowLatencyHandle(tuple):  # type: ignore[type-arg]
@@ -124,8 +124,3 @@ def weighted_rows(handle: LowLatencyHandle, rows: Tensor, topk_idx: Tensor, topk
     assert pick is not None  # noqa: S101  # for mypy
     weight, there = lane_of(got[..., :top_k], pick), lane_of(got[..., top_k:], pick)
     return torch.where((there != 0)[..., None], rows.to(torch.float32) * weight[..., None], 0.0)
-
-
-def rows_of(r: Dispatched) -> Any:
-    """recv_x."""
-    return r.x if isinstance(r.x, Tensor) else (r.x.data, r.x.scales)
