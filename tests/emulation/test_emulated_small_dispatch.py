@@ -188,8 +188,8 @@ EMPTY = dataclasses.replace(PLAIN, tokens=(24, 0, 21), num_rounds=1)
 SILENT = Mutant(
     "a rank without tokens sends no header (R3)",
     KERNEL,
-    "if (s_.is_peer(s_.lane)) {",
-    "if (s_.is_peer(s_.lane) && s_.a.num_tokens > 0) {",
+    "if (tells(s_.lane)) {",
+    "if (tells(s_.lane) && s_.a.num_tokens > 0) {",
 )
 
 
