@@ -77,11 +77,6 @@ class SmallCombine {
     if constexpr (kConfig.has_nodes()) return has_peer(flight) && Sums(b_, flight).nodes().is_mate(b_.lane);
     return has_peer(flight);
   }
-  // With nodes a handle may have other members.
-  __device__ bool has_rows(const transport::Flight& flight) const {
-    if constexpr (kConfig.has_nodes()) return !Sums(b_, flight).has_moved();
-    return true;
-  }
   __device__ bool has_peer(const transport::Flight& flight) const {
     return b_.lane < kConfig.num_ranks && b_.lane != b_.a.view.rank && flight.is_active(b_.lane);
   }
@@ -91,15 +86,17 @@ class SmallCombine {
   __device__ static void meet_heard() { ptx::bar_sync_apart(kHeard, kWithOne); }
 
   __device__ void send(const transport::Flight& flight, SmallCombinePush<kConfig>& push) const {
-    if (has_rows(flight)) {
-      push.run(flight, [] { meet_stored(); });
-    } else {
-      meet_stored();
-    }
     if constexpr (kConfig.has_nodes()) {
+      if (Sums(b_, flight).has_moved()) {
+        meet_stored();
+      } else {
+        push.run(flight, [] { meet_stored(); });
+      }
       ptx::bar_sync_apart(kMatesHeard, kWithOne);
       if (verdict(true) == Verdict::kOk) SmallCombineNodeSums<kConfig>(b_, warp_, flight).forward();
       ptx::bar_sync_apart(kForwarded, kWithOne);
+    } else {
+      push.run(flight, [] { meet_stored(); });
     }
   }
 
@@ -132,8 +129,10 @@ class SmallCombine {
     if constexpr (kConfig.has_nodes()) {
       if (block == 0) Sums(b_, flight).put_message(b_.lane);
     }
-    if constexpr (kConfig.has_side) {
-      if (has_rows(flight)) SmallCombineSide<kConfig>(b_).send(flight);
+    if constexpr (kConfig.has_side && kConfig.has_nodes()) {
+      if (!Sums(b_, flight).has_moved()) SmallCombineSide<kConfig>(b_).send(flight);
+    } else if constexpr (kConfig.has_side) {
+      SmallCombineSide<kConfig>(b_).send(flight);
     }
     if (b_.num_early() > 0) {
       meet_stored();
