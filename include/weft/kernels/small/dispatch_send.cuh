@@ -185,14 +185,20 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
         const i32 unit = (step + idx * stride) * 32 + lane;
         if (unit < kUnits) held[idx] = from[unit];
       }
-      for_slots(ranks_of(picks), token, [&](u8* slot) {
-        Unit* to = reinterpret_cast<Unit*>(slot);
+      if constexpr (kConfig.has_nodes()) {
+        for_slots(ranks_of(picks), token, [&](u8* slot) { store_held(held, slot, step, stride); });
+      } else {
+        this->for_ranks(ranks_of(picks),
+                        [&](i32 owner) { store_held(held, this->slot_row(owner, rank(), token), step, stride); });
+      }
+    }
+  }
+  __device__ void store_held(const Piece<16> (&held)[kHeld], u8* slot, i32 step, i32 stride) const {
+    auto* to = reinterpret_cast<Piece<16>*>(slot);
 #pragma unroll
-        for (i32 idx = 0; idx < kHeld; ++idx) {
-          const i32 unit = (step + idx * stride) * 32 + lane;
-          if (unit < kUnits) to[unit] = held[idx];
-        }
-      });
+    for (i32 idx = 0; idx < kHeld; ++idx) {
+      const i32 unit = (step + idx * stride) * 32 + lane;
+      if (unit < kConfig.row_bytes / 16) to[unit] = held[idx];
     }
   }
 
