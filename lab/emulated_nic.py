@@ -13,10 +13,12 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "lab"
+MOST = 1_000_000
 
 
 def build_plugin() -> Path:
@@ -54,17 +56,38 @@ def variables(options: argparse.Namespace, plugin: Path) -> dict[str, str]:
     return found
 
 
+def _number(text: str) -> float:
+    """What the software NIC reads, too (lab/nic/settings.cc)."""
+    value = float(text)
+    if not 0 <= value <= MOST:  # nan is none either
+        raise argparse.ArgumentTypeError(f"{text} is no number from 0 to {MOST}")
+    return value
+
+
+def _count(most: int, least: int = 1) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        value = int(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} is no number from {least} to {most}")
+        return value
+
+    read.__name__ = "int"  # as argparse names it where it is none
+    return read
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ports", type=int, default=2, help="of each rank's card (2)")
-    parser.add_argument("--gb-s", type=float, default=2.5, help="of each port, in GB/s; 0: no limit (2.5)")
-    parser.add_argument("--latency-us", type=float, default=8.4, help="(8.4)")
-    parser.add_argument("--spread-us", type=float, default=20, help="a frame takes up to so much longer (20)")
-    parser.add_argument("--seed", type=int, default=1, help="(1)")
+    parser.add_argument("--ports", type=_count(8), default=2, help="of each rank's card (2)")
+    parser.add_argument(
+        "--gb-s", type=_number, default=2.5, help="of each port, in GB/s; 0: as fast as copies are (2.5)"
+    )
+    parser.add_argument("--latency-us", type=_number, default=8.4, help="(8.4)")
+    parser.add_argument("--spread-us", type=_number, default=20, help="a frame takes up to so much longer (20)")
+    parser.add_argument("--seed", type=_count(MOST, 0), default=1, help="(1)")
     parser.add_argument("--faults", type=Path, help="a file that may change while it runs; see lab/README.md")
     parser.add_argument("--report", type=Path, help="a file to which each card adds what it has carried")
-    parser.add_argument("--nodes-of", type=int, default=1, help="ranks of a node, which share memory (1)")
+    parser.add_argument("--nodes-of", type=_count(MOST), default=1, help="ranks of a node, which share memory (1)")
     parser.add_argument("--threads", action="store_true", help="several ranks, as threads of a process, share a GPU")
     parser.add_argument("--plugin", type=Path, help="a plugin that is built already")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and what is run")

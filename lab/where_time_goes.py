@@ -29,12 +29,13 @@ from weft.kernels import paths as kernel_paths
 DISPATCH, COMBINE = "small/dispatch_entry.cuh", "small/combine_entry.cuh"
 RECEIVE = "small/dispatch_receive.cuh"
 FIRST, ZERO, END = "the kernel in front has ended", "flight begun: control words read", "end of the block"
-NOTIFY_ROWS = """    if (s_.is_peer(s_.lane)) {
+NOTIFY_ROWS = """    if (tells(s_.lane)) {
       s_.peers().notify(Phase::kSend, s_.flight, s_.lane, static_cast<i32>(blockIdx.x));
     }
 """
 SAY_EARLY = "      if (has_peer(flight)) peers.notify(Phase::kSend, flight, b_.lane, block);\n"
-SAY_ALL = "    if (has_peer(flight)) peers.notify(Phase::kReduce, flight, b_.lane, block);\n"
+SAY_ALL = "    if (tells(flight)) peers.notify(Phase::kReduce, flight, b_.lane, block);\n"
+RUN_COMBINE = "  transport::with_route<kConfig.route>(args, [&] { SmallCombine<kConfig>(args).run(); });\n"
 PLACES = {  # of an operation: header, statement, the place in front of it, the place behind it
     "dispatch": (
         (DISPATCH, "  if (threadIdx.x == 0) {  // behind it there is", FIRST, None),
@@ -48,7 +49,7 @@ PLACES = {  # of an operation: header, statement, the place in front of it, the 
         (DISPATCH, "  if (!state.flight.is_dead) SmallDispatch<kConfig>(state).run();\n", None, END),
     ),
     "combine": (
-        (COMBINE, "  SmallCombine<kConfig>(args).run();\n", FIRST, END),
+        (COMBINE, RUN_COMBINE, FIRST, END),
         (COMBINE, "      if (warp_ < kWorkers) send(flight, push);\n", ZERO, None),
         (COMBINE, SAY_EARLY, "early contributions stored", "their headers released"),
         (COMBINE, SAY_ALL, "all contributions stored", "all headers released"),

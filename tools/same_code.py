@@ -86,8 +86,12 @@ class Tree:
                 raise SystemExit(f"{self.include}: {len(paths)} files with the entry of {found[1]}")
             return f'#include "{paths[0].relative_to(self.include)}"'
 
+        named = re.search(r"weft::(\w+KernelConfig)\b", rendered)
+        its_config = named and re.search(rf"struct {named[1]} \{{(.*?)\n\}};", self._config, re.DOTALL)
+        known = its_config[1] if its_config else self._config
+
         def field(found: re.Match[str]) -> str:
-            if re.search(rf"\b{found[1]}\b *[=;{{]", self._config):
+            if re.search(rf"\b{found[1]}\b *[=;{{]", known):
                 return found[0]
             self.left_out.add(found[1])
             return ""

@@ -308,7 +308,9 @@ class Compared:
             self.count(x.reshape(len(row_token), x.shape[-1])[where], want)
             return
         where = routing.filled  # what data and scales say in holes is not promised
-        data, scales = reference.quantize_fp8(sent, ue8m0=form.quantize == "fp8_ue8m0")
+        data, scales = reference.quantize_fp8(
+            sent, ue8m0=form.quantize == "fp8_ue8m0", pow2=form.quantize == "fp8_pow2"
+        )
         for got, want in ((x.data, data), (x.scales, scales)):
             if got is None:
                 raise AssertionError("no scales")

@@ -221,7 +221,7 @@ def quantized(x: Tensor, quantize: str | None) -> Tensor | weft.Quantized:
     """Rows as they arrive."""
     if quantize is None:
         return x
-    return weft.Quantized(*reference.quantize_fp8(x, ue8m0=quantize == "fp8_ue8m0"))
+    return weft.Quantized(*reference.quantize_fp8(x, ue8m0=quantize == "fp8_ue8m0", pow2=quantize == "fp8_pow2"))
 
 
 def through_experts(rows: Tensor | weft.Quantized, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,7 @@
 #include "nic/settings.h"
 
 #include <charconv>
+#include <cmath>
 #include <fstream>
 #include <sstream>
 
@@ -13,7 +14,7 @@ namespace {
 double number_of(const std::string& key, const std::string& text) {
   double value = 0;
   const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (problem != std::errc{} || end != text.data() + text.size() || value < 0 || value > 1e6)
+  if (problem != std::errc{} || end != text.data() + text.size() || std::isnan(value) || value < 0 || value > 1e6)
     throw_invalid_argument("the software NIC's " + key + " is no number from 0 to a million: " + text);
   return value;
 }

@@ -149,9 +149,11 @@ class Communicator(CollectiveChanges):
         state = "closed" if self._closed else "broken" if self.broken else f"epoch {self.epoch}"
         state += ", asleep" if self._is_asleep else ""
         lost = "" if len(self._active) == self._num_ranks else f", active {rank_list(self._active)}"
+        network = self._network_text()
+        between = f"network={network}, " if network else ""
         return (
             f"weft.Communicator(rank {self._rank} of {self._num_ranks}{lost}, engine={self.engine} "
-            f"({self._choice.why}), "
+            f"({self._choice.why}), {between}"
             f"device={self.device}, from {self._origin}, {state})"
         )
 

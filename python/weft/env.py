@@ -19,6 +19,7 @@
 | `WEFT_DEEP_EP_TIMEOUT_S` | deadline of every call of `deep_ep`, in seconds |
 | `WEFT_DEEP_EP_NODE_RANKS` | on one machine so many ranks count as a machine for buffers of `deep_ep` |
 | `WEFT_DEEP_EP_STORE` | where ranks of `deep_ep.nixl_buffer` meet: `host:port` of a TCPStore, or the path of a file |
+| `WEFT_NETWORK` | `nccl`: GPUs of several nodes reach each other through NCCL; `block`: no network is needed |
 | `PYTHONPATH` | `python -m weft.deep_ep run` adds the folder of `deep_ep` for the program that it becomes |
 | `COLUMNS` | width of what the commands print where they do not print on a terminal; 160 without it |
 | `CUDA_DEVICE_MAX_CONNECTIONS` | read by CUDA; `weft.spawn(isolation="thread")` sets it, and `CUDA_MODULE_LOADING` |
@@ -47,8 +48,10 @@ __all__ = [
     "deep_ep",
     "hybrid_node_ranks",
     "launched",
+    "lend_variables",
     "local_rank",
     "log_level",
+    "network",
     "placement",
     "run_bound",
     "run_with_path",
@@ -56,6 +59,7 @@ __all__ = [
     "set_among",
     "set_cuda_queues",
     "set_variables",
+    "take_back_variables",
     "topk_idx_bits",
     "torchrun",
 ]
@@ -64,6 +68,7 @@ _MAX_PORT = 65535
 MAX_SERVICE_LEVEL = 15  # of InfiniBand
 _MAX_HOST = 253  # characters of a name in DNS
 _MAX_DIGITS = 9
+_NETWORKS = ("block", "nccl")
 _PLACEMENTS = ("auto", "process", "off")
 _LEVELS = ("debug", "info", "warning", "error", "off")
 
@@ -276,6 +281,37 @@ def set_among(names: Iterable[str]) -> dict[str, str]:
 def set_variables(values: Mapping[str, str]) -> None:
     """Of this process, which a benchmark has started as one of torchrun's ranks."""
     os.environ.update(values)
+
+
+_lent: dict[str, str] = {}
+
+
+def lend_variables(values: Mapping[str, str]) -> None:
+    """Of this process, those that are not set, for a library that reads them once."""
+    for name, value in values.items():
+        if name not in os.environ:
+            _lent[name] = value
+            os.environ[name] = value
+
+
+def take_back_variables() -> None:
+    """What lend_variables() has set, unless somebody has changed it since."""
+    for name, value in _lent.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _lent.clear()
+
+
+def network() -> str:
+    """What leads between nodes of GPUs: WEFT_NETWORK, else "block".
+
+    Raises:
+        InvalidArgument: it is set to another word.
+    """
+    word = os.environ.get("WEFT_NETWORK", "").lower() or "block"
+    if word not in _NETWORKS:
+        raise InvalidArgument(f"WEFT_NETWORK is {word!r} in the environment; allowed are {', '.join(_NETWORKS)}")
+    return word
 
 
 def cache_folder() -> str:

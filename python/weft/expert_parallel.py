@@ -59,8 +59,8 @@ class ExpertParallel(Elastic, Reports, Lifetime):
             experts, E = R x ceil(N / min_ranks); None: R.
         node_ranks: d, 1 to R: ranks 0 to d - 1, d to 2 d - 1 and so on are nodes, though on one machine. A row crosses
             to another node once, as it would over a network, and sums are those of sum_domain=d; no order="pick";
-            None: one node (docs/protocols/rail.md). On GPUs the network is an SM more of each rank and window, there
-            are no small-batch and no staged calls, and more is missing (docs/protocols/nodes.md).
+            None: one node (docs/protocols/rail.md). On GPUs the network is an SM more of each rank and window, "auto"
+            chooses no small batches, and some is missing (docs/protocols/nodes.md).
         small_tokens: most tokens of a rank in small-batch and staged calls; None: 512. At most max_tokens_per_rank is
             taken. On a GPU each takes 2 R rows of window memory.
         max_heap_bytes: up to which `resize` may let the heap grow: addresses are reserved, no memory; None: heap_bytes.
@@ -177,7 +177,7 @@ class ExpertParallel(Elastic, Reports, Lifetime):
             layout: "rank_major" (one row a token and rank), "expert_major" (one row a pick, groups by expert) or
                 "masked" ([L, C, H]). With a handle: its own, or the default.
             alignment: expert_major: groups start at multiples of it.
-            quantize: "fp8" or "fp8_ue8m0": quantise rows on the way; None: don't.
+            quantize: "fp8", "fp8_ue8m0" or "fp8_pow2" (scales of UE8M0 as fp32): quantise rows on the way; None: don't.
             scale_layout: of the scales of the result: "row_major", or "column_major" as grouped FP8 GEMMs read them
                 with TMA: strides (..., 1, ld), each column at a multiple of 16 bytes, UE8M0 packed four to an int32
                 [..., N, ceil(S / 4)]. The kernels for small batches write them so; else it costs a small kernel. Rows

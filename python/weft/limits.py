@@ -166,7 +166,7 @@ def _go_between_nodes(options: dict[str, Any]) -> bool:
         return True
     is_small = options.get("staged") or options.get("mode") == "latency"
     by_expert = options.get("layout", "rank_major") != "rank_major"
-    return not is_small and options.get("order") != "last_pick" and not (by_expert and options.get("top_k", 1) > 32)
+    return options.get("order") != "last_pick" and (is_small or not by_expert or options.get("top_k", 1) <= 32)
 
 
 def _agree(options: dict[str, Any]) -> bool:

@@ -69,7 +69,7 @@ def typed(
             out_scales = x.scales.new_empty((*rows.shape[:-1], 0))
         return Quantized(_view(rows, x.data.dtype), out_scales)
     if quantize:
-        return Quantized(rows.view(torch.float8_e4m3fn), scales if quantize == 1 else scales.view(torch.float8_e8m0fnu))
+        return Quantized(rows.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu) if quantize == 2 else scales)
     return rows
 
 

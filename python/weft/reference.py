@@ -108,7 +108,7 @@ def dispatch(
 
     xs: per rank [T, H] bf16, fp16 or fp32, or ``Quantized`` with data [T, B] and scales [T, S] or None. topk_idxs: [T,
     K] int32 or int64; topk_weights: [T, K] fp32 (None: ones). Expert e lives on rank ``e // L`` with L = num_experts /
-    number of ranks. quantize: None, "fp8" or "fp8_ue8m0". scale_layout: "row_major" or "column_major"
+    number of ranks. quantize: None, "fp8", "fp8_ue8m0" or "fp8_pow2". scale_layout: "row_major" or "column_major"
     (``weft.Quantized``). Ranks not in ``active_ranks`` (None: all) send and receive nothing: the entries given for them
     are ignored but their K, and picks of their experts are absent. Capacity: rows in all, masked: rows an expert.
     expert_map: ids are logical (``physical_ids``). absent: "drop", or "renormalize" (``renormalized``).
@@ -367,7 +367,8 @@ def repeat_dispatch(
 ) -> list[Tensor | Quantized]:
     """Send other rows the same way (``dispatch(x, handle=h)``): per rank [T, ...] -> rows in the routing's layout."""
     if quantize is not None:
-        xs = [Quantized(*quantize_fp8(x, ue8m0=quantize == "fp8_ue8m0")) for x in xs if isinstance(x, Tensor)]
+        form = {"ue8m0": quantize == "fp8_ue8m0", "pow2": quantize == "fp8_pow2"}
+        xs = [Quantized(*quantize_fp8(x, **form)) for x in xs if isinstance(x, Tensor)]
 
     def moved(part: Callable[[Tensor | Quantized], Tensor]) -> list[Tensor]:
         tokens = torch.cat([_as_bytes(part(x)[:n]) for x, n in zip(xs, routing.num_tokens, strict=True)])
@@ -673,13 +674,13 @@ def _holds_pick(routing: Routing) -> list[Tensor]:
     return masks
 
 
-def quantize_fp8(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_fp8(x: Tensor, *, ue8m0: bool = False, pow2: bool = False) -> tuple[Tensor, Tensor]:
     """[..., H] bf16, fp16 or fp32 -> (data [..., H] float8_e4m3fn, scales [..., ceil(H / 128)]).
 
     a = max(amax |x| over a group of 128, 1e-4). scale = a / 448 (fp32), q = x * (448 / a); ue8m0: scale = 2^e >= a /
-    448, stored as the biased exponent (float8_e8m0fnu), q = x * 2^-e. q is rounded to nearest even and saturates at
-    448. A NaN in a group makes its scale and every q NaN; an infinity gives scale inf and q = x * 0, ue8m0: scale and
-    every q NaN. OCP MX and FP8 formats.
+    448, stored as the biased exponent (float8_e8m0fnu), q = x * 2^-e; pow2: the same, 2^e as fp32. q is rounded to
+    nearest even and saturates at 448. A NaN in a group makes its scale and every q NaN; an infinity gives scale inf and
+    q = x * 0, ue8m0 and pow2: scale and every q NaN. OCP MX and FP8 formats.
     """
     hidden = x.shape[-1]
     num_groups = (hidden + GROUP - 1) // GROUP
@@ -688,12 +689,15 @@ def quantize_fp8(x: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
     amax = groups.abs().amax(dim=-1, keepdim=True).clamp(min=FP8_MIN_AMAX)
     most = torch.full_like(amax, FP8_MAX)  # torch on GPUs divides by one number through its rounded reciprocal
     scales = amax / most
-    if ue8m0:
+    if ue8m0 or pow2:
         bits = scales.view(torch.int32)
         exponent = ((bits >> 23) & 255) + (bits & 0x7FFFFF != 0)
-        exponent = torch.where(scales.isfinite(), exponent, 255)  # 255 is UE8M0's NaN
-        inverse = torch.where(scales.isfinite(), ((254 - exponent) << 23).view(torch.float32), torch.nan)
-        scales = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
+        is_finite = scales.isfinite()
+        inverse = torch.where(is_finite, ((254 - exponent) << 23).view(torch.float32), torch.nan)
+        if pow2:
+            scales = torch.where(is_finite, (exponent << 23).view(torch.float32), torch.nan)
+        else:
+            scales = torch.where(is_finite, exponent, 255).to(torch.uint8).view(torch.float8_e8m0fnu)  # 255: a NaN
     else:
         inverse = most / amax
     data = (groups * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

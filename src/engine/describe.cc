@@ -30,7 +30,7 @@ std::string describe(const OperationConfig& config) {
   constexpr const char* kLayouts[] = {"rank_major", "expert_major", "masked"};
   constexpr const char* kDtypes[] = {"bytes", "bfloat16", "float16", "float32"};
   constexpr const char* kOrders[] = {"rank", "last_pick", "pick"};
-  constexpr const char* kQuantize[] = {"None", "'fp8'", "'fp8_ue8m0'"};
+  constexpr const char* kQuantize[] = {"None", "'fp8'", "'fp8_ue8m0'", "'fp8_pow2'"};
   std::string text = std::string(op_name(static_cast<u32>(config.kind)));
   if (config.kind == OpKind::kBarrier) return text;
   text += std::string("(layout='") + kLayouts[static_cast<int>(config.layout)] +

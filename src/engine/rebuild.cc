@@ -399,7 +399,7 @@ Event Communicator::renew(const Action& action, Call& call) {
   u64 tag = tag_of(action.epoch) + 1;
   for (MemberWindow* window : agreed.windows) {
     window->renew(*plane_, ranks, tag, action.epoch, call.deadline_ns, [&] { watch_meeting(action.epoch, call, log); });
-    tag += 2;
+    tag += 3;
     WEFT_FAIL_POINT("recover.backed");
   }
   next_window_id_ = agreed.next_window_id;

@@ -41,14 +41,16 @@ Compiler::Compiler(const CompilerPaths& paths, const std::string& arch)
                "-default-device"},
       headers_key_(key_of_headers(paths.include)) {}
 
-std::string Compiler::cubin(const std::string& source) const {
+std::string Compiler::cubin(const std::string& source, const std::vector<std::string>& folders) const {
   std::string content = nvrtc_.version() + "\n" + headers_key_ + "\n" + source;
   for (const std::string& option : options_) {
     if (option.find("include-path") == std::string::npos) content += "\n" + option;
   }
   const std::string key = content_key(content);
   if (std::optional<std::string> found = cache_.read(key)) return *found;
-  Compiled compiled = nvrtc_.compile(source, options_);
+  std::vector<std::string> options = options_;
+  for (const std::string& folder : folders) options.push_back("--include-path=" + folder);
+  Compiled compiled = nvrtc_.compile(source, options);
   log_line(kLogDebug, "compiled kernel " + key);
   cache_.describe(key, source);
   cache_.write(key, compiled.cubin);

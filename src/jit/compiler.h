@@ -19,8 +19,9 @@ class Compiler {
   // Reads all headers once: they are part of every key. Error kUnsupported (no NVRTC), kInternalError (no headers).
   Compiler(const CompilerPaths& paths, const std::string& arch);  // arch: "sm_90"
 
-  // Machine code of `source`. Error kCompileError with the log.
-  std::string cubin(const std::string& source) const;
+  // Machine code of `source`. `folders`: of further headers, which the source must name by their content, for they are no part of
+  // the key. Error kCompileError with the log.
+  std::string cubin(const std::string& source, const std::vector<std::string>& folders = {}) const;
 
  private:
   Nvrtc nvrtc_;

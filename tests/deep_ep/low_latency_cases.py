@@ -48,7 +48,9 @@ def against_the_reference(comm: weft.Communicator, top_k: int = 3, num_local: in
     x, ids = given.xs[comm.rank], given.ids[comm.rank]
     total = torch.zeros(given.num_local, dtype=torch.int32, device="cpu")
     for number, form in enumerate(FORMS):
-        quantize = None if not form["use_fp8"] else "fp8_ue8m0" if form.get("round_scale") else "fp8"
+        quantize = None if not form["use_fp8"] else "fp8"
+        if form.get("round_scale"):
+            quantize = "fp8_ue8m0" if form.get("use_ue8m0") else "fp8_pow2"
         wanted = reference.dispatch(
             given.xs, given.ids, num_experts=given.num_experts, layout="masked", capacity=capacity, quantize=quantize
         )

@@ -29,7 +29,7 @@ WANTED = {
     "V1 combine with weights": {},
     "low latency dispatch": {},
     "low latency dispatch FP8": {},
-    "low latency dispatch rounded": {"copy_": 1},
+    "low latency dispatch rounded": {},
     "low latency dispatch UE8M0": {},
     "low latency dispatch statistics": {"add_": 1},
     "low latency combine": {},
@@ -113,7 +113,7 @@ def of_low_latency(comm: weft.Communicator, ep: weft.ExpertParallel) -> Iterator
     for name, quantize, options in (
         ("", None, {"use_fp8": False}),
         (" FP8", "fp8", {}),
-        (" rounded", "fp8_ue8m0", {"round_scale": True}),
+        (" rounded", "fp8_pow2", {"round_scale": True}),
         (" UE8M0", "fp8_ue8m0", {"round_scale": True, "use_ue8m0": True}),
         (" statistics", None, {"use_fp8": False, "cumulative_local_expert_recv_stats": stats}),
     ):

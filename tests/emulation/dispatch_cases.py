@@ -41,7 +41,7 @@ class Case:
     tokens: tuple[int, ...] = (9, 5)  # of each rank
     hidden: int = 64
     dtype: torch.dtype = torch.bfloat16
-    rows: str = "plain"  # "fp8", "fp8_ue8m0", "bytes": with `scale_bytes` that travel along
+    rows: str = "plain"  # "fp8", "fp8_ue8m0", "fp8_pow2", "bytes": with `scale_bytes` that travel along
     scale_bytes: int = 0
     columns_given: bool = False  # rows of bytes: their scales are column-major; rank_major or small
     scale_word_bytes: int = 0  # small batches: of column-major scales; bytes in words of 4
@@ -105,13 +105,13 @@ class Case:
                 out_dtype=out,
                 scale_dtype=scale,
             )
-        quantize = {"plain": 0, "fp8": 1, "fp8_ue8m0": 2}[self.rows]
+        quantize = {"plain": 0, "fp8": 1, "fp8_ue8m0": 2, "fp8_pow2": 3}[self.rows]
         return Rows(
             row_bytes=self.hidden * item,
             hidden=self.hidden,
             dtype_code=DTYPES[self.dtype],
             quantize=quantize,
-            scale_bytes=(0, groups * 4, groups)[quantize],
+            scale_bytes=(0, groups * 4, groups, groups * 4)[quantize],
             scale_word_bytes=self.scale_word_bytes,
             out_dtype=torch.float8_e4m3fn if quantize else self.dtype,
             scale_dtype=torch.float8_e8m0fnu if quantize == 2 else torch.float32,

@@ -89,7 +89,8 @@ inline void take(Fields& fields, weft::kernels::DispatchKernelArgs& args) {
 
 inline void take(Fields& fields, weft::kernels::SmallDispatchKernelArgs& args) {
   take_view(fields, args.view);
-  fields.number("rail");  // it has but one route
+  fields.take("rail", args.rail);
+  fields.take_if("forward_plan", args.forward_plan);
   fields.take("print", args.print);
   fields.take("object", args.object);
   fields.take("ticket", args.ticket);
@@ -147,7 +148,8 @@ inline void take(Fields& fields, weft::kernels::CombineKernelArgs& args) {
 
 inline void take(Fields& fields, weft::kernels::SmallCombineKernelArgs& args) {
   take_view(fields, args.view);
-  fields.number("rail");  // it has but one route
+  fields.take("rail", args.rail);
+  fields.take_if("forward_plan", args.forward_plan);
   fields.take("print", args.print);
   fields.take("object", args.object);
   fields.take("num_tokens", args.num_tokens);
@@ -270,7 +272,8 @@ u64 complete(const Config& config, Args&) {
 }
 
 inline u64 complete(const weft::SmallCombineKernelConfig& config, weft::kernels::SmallCombineKernelArgs& args) {
-  args.split = weft::SmallSplit::make(config, args.max_tokens, static_cast<i32>(gridDim.x));
+  const i32 num_blocks = static_cast<i32>(gridDim.x) - config.num_network_blocks();
+  args.split = weft::SmallSplit::make(config, args.max_tokens, num_blocks);
   return 0;
 }
 

@@ -4,6 +4,7 @@ The headers are those of include/, but for the ones that have a stand-in here an
 not know. A mutant is a kernel whose headers have been changed in one place.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -13,10 +14,12 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 HERE = Path(__file__).parent
 INCLUDE = HERE.parents[1] / "include"
@@ -182,11 +185,22 @@ class Compiler:
 _in_process: dict[Path, threading.Lock] = {}
 
 
+def _lock(file: IO[str]) -> None:
+    """The system takes threads of a process for one: it may see a circle of processes where there is none."""
+    while True:
+        try:
+            return fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno != errno.EDEADLK:
+                raise
+            time.sleep(0.05)
+
+
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
     """`path`, which one thread of one process makes under another name; the others wait for it."""
     # Not flock: its locks are also held by ranks that are forked meanwhile. Those of lockf hold for all threads.
     with _in_process.setdefault(path, threading.Lock()), open(f"{path}.lock", "w") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
+        _lock(lock)
         if not path.exists():
             part = path.with_name(f"{path.name}.{os.getpid()}")
             make(part)

@@ -23,6 +23,9 @@ CASES = {
     "expert_major, ue8m0": dataclasses.replace(
         PLAIN, seed=2, layout="expert_major", rows="fp8_ue8m0", hidden=272, alignment=8, shared_bytes=20 << 10
     ),
+    "rank_major, powers of two, half precision": dataclasses.replace(
+        PLAIN, seed=8, rows="fp8_pow2", dtype=torch.float16, hidden=656, num_rounds=1
+    ),
     "masked, bytes with scales, no room in a heap": dataclasses.replace(
         PLAIN,
         seed=3,

@@ -29,6 +29,7 @@ from node_calls import (
     inputs_here,
     opened,
 )
+from small_node_calls import check_small_calls
 
 from pool import RankState
 
@@ -43,6 +44,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_calls(ranks: Any, num_ranks: int, layout: str) -> None:
     """First dispatches, repeated ones and combines."""
     check_calls(ranks, SMALL, num_ranks, layout)
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["one launch", "two"])
+@pytest.mark.parametrize(("num_ranks", "layout"), [(4, layout) for layout in LAYOUTS] + [(3, "rank_major")])
+def test_small_calls(ranks: Any, num_ranks: int, layout: str, staged: bool) -> None:
+    """Of small batches."""
+    check_small_calls(ranks, SMALL, num_ranks, layout, staged=staged)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -65,8 +65,9 @@ MUTANTS = (
     Mutant(
         "nobody waits for the header that says that sums are there",
         "weft/kernels/small/combine_entry.cuh",
-        "mine = transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, block, waited_ns);",
-        "mine = Verdict::kOk;",
+        "mine == Verdict::kOk)\n"
+        "      mine = transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, block, waited_ns);",
+        "false) mine = Verdict::kOk;",
     ),
     ONE_BUFFER,
     NO_SEQUENCE,
@@ -89,12 +90,12 @@ EARLY = Mutant(
 
 EMPTY = without_rows(CASES["rank_major, bias"])
 CASES["rank_major, a rank without rows"] = EMPTY
-SAY = "    meet_stored();\n    if (has_peer(flight)) peers.notify(Phase::kReduce, flight, b_.lane, block);"
+SAY = "    meet_stored();\n    if (tells(flight)) peers.notify(Phase::kReduce, flight, b_.lane, block);"
 SILENT = Mutant(
     "a rank without rows sends no header (R3)",
     "weft/kernels/small/combine_entry.cuh",
     SAY,
-    SAY.replace("has_peer(flight)", "has_peer(flight) && b_.a.num_rows > 0"),
+    SAY.replace("tells(flight)", "tells(flight) && b_.a.num_rows > 0"),
 )
 
 

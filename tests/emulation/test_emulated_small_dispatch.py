@@ -104,6 +104,9 @@ CASES = {
         is_split=True,
         is_repeated=True,
     ),
+    "masked, powers of two, column-major scales": dataclasses.replace(
+        PLAIN, seed=12, layout="masked", rows="fp8_pow2", hidden=656, scale_word_bytes=4, capacity=9, num_rounds=1
+    ),
     "rank_major, bytes, column-major scales": dataclasses.replace(
         PLAIN, seed=11, rows="bytes", hidden=592, scale_bytes=272, scale_word_bytes=8, is_repeated=True
     ),
@@ -136,8 +139,8 @@ MUTANTS = (
     Mutant(
         "the header is sent while other warps store rows",
         KERNEL,
-        "send.send_rows();\n    ptx::bar_arrive(kStored, kWithOne);",
-        "ptx::bar_arrive(kStored, kWithOne);\n    send.send_rows();",
+        "      send.send_rows();\n    }\n    ptx::bar_arrive(kStored, kWithOne);",
+        "      ptx::bar_arrive(kStored, kWithOne);\n      send.send_rows();\n    }",
     ),
     Mutant(
         "both parities share their slots",
@@ -185,8 +188,8 @@ EMPTY = dataclasses.replace(PLAIN, tokens=(24, 0, 21), num_rounds=1)
 SILENT = Mutant(
     "a rank without tokens sends no header (R3)",
     KERNEL,
-    "if (s_.is_peer(s_.lane)) {",
-    "if (s_.is_peer(s_.lane) && s_.a.num_tokens > 0) {",
+    "if (tells(s_.lane)) {",
+    "if (tells(s_.lane) && s_.a.num_tokens > 0) {",
 )
 
 

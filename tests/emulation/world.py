@@ -153,7 +153,7 @@ class Rows:
     row_bytes: int  # of x
     hidden: int
     dtype_code: int  # 0: bytes
-    quantize: int  # 0: no, 1: fp8, 2: fp8_ue8m0
+    quantize: int  # 0: no, 1: fp8, 2: fp8_ue8m0, 3: fp8_pow2
     scale_bytes: int  # on the wire
     out_dtype: torch.dtype
     scale_dtype: torch.dtype

@@ -4,6 +4,7 @@ nodes, with rows in rings between them."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from node_calls import (
     check_sums_in_fp8,
     check_windows,
 )
+from small_node_calls import check_small_calls
 
 LARGE = Size(hidden=2048, num_tokens=(512, 210, 0, 333), room=600, expert_room=96, num_sms=8)
 
@@ -41,6 +43,14 @@ def ranks(threads: Any) -> Any:
 def test_calls(ranks: Any, num_ranks: int, layout: str, size: Size) -> None:
     """First dispatches, repeated ones and combines."""
     check_calls(ranks, size, num_ranks, layout)
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["one launch", "two"])
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(("num_ranks", "layout"), [(4, layout) for layout in LAYOUTS] + [(3, "rank_major")])
+def test_small_calls(ranks: Any, num_ranks: int, layout: str, size: Size, staged: bool) -> None:
+    """Of small batches; the large ones fill the rings of their blocks."""
+    check_small_calls(ranks, dataclasses.replace(size, num_sms=max(size.num_sms, 16)), num_ranks, layout, staged=staged)
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])

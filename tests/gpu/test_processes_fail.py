@@ -75,24 +75,24 @@ POINTS = {
         "throughput", "combine/entry.cuh", f"if (has_peer) b_.{NOTIFY}", "peer != 0", is_through=(0,)
     ),
     "small dispatch, nothing is told": Point(
-        "latency", "small/dispatch_entry.cuh", "if (blockIdx.x == 0 && s_.is_peer(s_.lane)) s_.peers().notify_call"
+        "latency", "small/dispatch_entry.cuh", "if (blockIdx.x == 0 && tells(s_.lane)) s_.peers().notify_call"
     ),
     "small dispatch, some rows are there": Point(
         "latency",
         "small/dispatch_send.cuh",
-        "const Picks picks = picks_of(token);\n      if constexpr (kConfig.is_q",
+        "const Picks picks = picks_of(token);\n      if constexpr (kConfig.has_n",
         "token > 2",
     ),
     "small dispatch, one peer knows of its rows": Point(
         "latency", "small/dispatch_entry.cuh", f"s_.{NOTIFY}Phase::kSend", "s_.lane != 0", is_through=(0,)
     ),
     "small combine, nothing is told": Point(
-        "latency", "small/combine_entry.cuh", f"if (block == 0 && has_peer(flight)) {CALL}"
+        "latency", "small/combine_entry.cuh", f"if (block == 0 && tells(flight)) {CALL}"
     ),
     "small combine, one peer knows of its sums": Point(
         "latency",
         "small/combine_entry.cuh",
-        "if (has_peer(flight)) peers.notify(Phase::kReduce",
+        "if (tells(flight)) peers.notify(Phase::kReduce",
         "b_.lane != 0",
         is_through=(0,),
     ),

@@ -116,7 +116,7 @@ def test_halves_on_other_streams(layout: str) -> None:
     run(work)
 
 
-@pytest.mark.parametrize("quantize", ["fp8", "fp8_ue8m0"])
+@pytest.mark.parametrize("quantize", ["fp8", "fp8_ue8m0", "fp8_pow2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_column_major_scales_on_streams(layout: str, quantize: str) -> None:
     """They are there before the event of an async call, by the half that receives, and in each replay of a graph."""

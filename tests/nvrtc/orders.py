@@ -62,7 +62,7 @@ def needs(name: str) -> dict[str, int]:
 
 def _needs_of_dispatch(name: str) -> dict[str, int]:
     """Of nvlink-dispatch.md, "Ordering". Releases: the owner word, at two ends; what the host hears of."""
-    is_first, is_quantised = "handle" not in name, re.search(r"fp8(_ue8m0)?,", name) is not None
+    is_first, is_quantised = "handle" not in name, re.search(r"fp8(_ue8m0|_pow2)?,", name) is not None
     found = {RELEASE: 2 + 2 * is_first, FULL_WAIT: 1, DRAIN: 1, FENCE_GLOBAL: 1, FENCE_SHARED_SYNC: int(is_quantised)}
     if "rank_major" not in name:
         found[RELEASE] += is_first  # chunks that are planned

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import nvrtc
 import pytest
+from test_nvrtc_nodes import source_of
 
 from weft.scaleout import headers, nccl
 
@@ -24,6 +25,7 @@ WHEELS = ROOT / "build/nccl"
 CUDA = WHEELS / "cuda/nvidia/cu13/include"
 RELEASES = ("2.30.7", "2.31.2", "2.32.3")
 NEWEST = RELEASES[-1]
+GIN = 3  # as weft::Route
 BACKENDS = ("PROXY", "GDAKI", "GPI", "EFA_GDA")
 FOLDERS = [f"--include-path={folder}" for folder in (ROOT / "include", CUDA, CUDA / "cccl")]
 OPTIONS = ["--std=c++20", "--device-as-default-execution-space", "--fmad=false", "--ptxas-options=-v", *FOLDERS]
@@ -117,6 +119,65 @@ def test_the_program_of_the_lab_compiles(include: Path, tmp_path: Path) -> None:
     places = [f"-I{each}" for each in (ROOT / "include", include, CUDA, CUDA / "cccl")]
     command = [nvcc, "-std=c++20", "-arch=sm_90", "-c", *places, "-DNCCL_GIN_EFA_GDA_ENABLE=0", "-o", "gin_rings.o"]
     subprocess.run([*command, str(ROOT / "lab" / "nic" / "gin_rings.cu")], cwd=tmp_path, check=True)
+
+
+# Of weft.nccl's structs and NCCL's: sizes, and the places of fields that are read or set.
+PAIRS = {
+    ("Properties", "ncclCommProperties_t"): {
+        "version": "version",
+        "has_device_api": "deviceApiSupport",
+        "gin_type": "ginType",
+        "num_lsa_teams": "nLsaTeams",
+        "railed_gin_type": "railedGinType",
+    },
+    ("Requirements", "ncclDevCommRequirements_t"): {
+        "version": "version",
+        "num_contexts": "ginContextCount",
+        "num_signals": "ginSignalCount",
+        "num_counters": "ginCounterCount",
+        "connection": "ginConnectionType",
+        "traffic_class": "ginTrafficClass",
+        "needs_strong_signals": "ginStrongSignalsRequired",
+        "needs_address_signals": "ginVaSignalsRequired",
+    },
+}
+NEWER = {
+    "Properties": {"has_gin": "ginSupport", "comm_bytes": "devCommRuntimeVersionSize"},
+    "Requirements": {"gin_type": "ginType", "is_for_own_release": "useRuntimeVersion"},
+}
+
+
+def test_structs_of_the_engine_are_those_of_nccl(include: Path, tmp_path: Path) -> None:
+    """Which is built without NCCL's headers."""
+    has_host = (include / "nccl_device/host.h").is_file()
+    lines = ["#include <nccl.h>", f"#include <nccl_device/{'host' if has_host else 'core'}.h>"]
+    lines += ['#include "engine/nvlink/nccl_abi.h"', "using namespace weft::nccl;"]
+    lines += ["static_assert(kMagic == NCCL_API_MAGIC && sizeof(UniqueId) == sizeof(ncclUniqueId));"]
+    lines += ["static_assert(kUndefined == NCCL_CONFIG_UNDEF_INT && kWindowSymmetric == NCCL_WIN_COLL_SYMMETRIC);"]
+    lines += ["static_assert(static_cast<int>(Connection::kRail) == NCCL_GIN_CONNECTION_RAIL);"]
+    lines += ["static_assert(static_cast<int>(Connection::kFull) == NCCL_GIN_CONNECTION_FULL);"]
+    lines += ["static_assert(static_cast<int>(GinType::kGdaki) == NCCL_GIN_TYPE_GDAKI);"]
+    is_newer = "ginCustomStride" in "".join(path.read_text() for path in (include / "nccl_device").glob("*.h"))
+    for (own, theirs), same in PAIRS.items():
+        size = f"{own.lower()}_bytes(NCCL_VERSION_CODE)"
+        lines += [f"static_assert({size} == sizeof({theirs}));"]
+        for name, other in (same | (NEWER[own] if is_newer else {})).items():
+            lines += [f"static_assert(offsetof({own}, {name}) == offsetof({theirs}, {other}));"]
+    (tmp_path / "abi.cc").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    places = [f"-I{each}" for each in (ROOT / "src", ROOT / "include", include, CUDA, CUDA / "cccl")]
+    command = ["g++", "-std=c++20", "-w", "-fsyntax-only", *places, "abi.cc"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("backend", ["PROXY", "GDAKI"])
+def test_kernels_with_nodes_compile(include: Path, backend: str, tmp_path: Path) -> None:
+    """As windows render them, with what WEFT_NETWORK=nccl puts in front."""
+    folder = headers.prepare(include, tmp_path)
+    for name in ("dispatch rank_major, plain, int64 ids", "combine rank_major from the heap, domains of 2"):
+        source = source_of(name).replace("<weft::Route>(2)", f"<weft::Route>({GIN})")
+        kernel = f'#include "weft/transport/rail_gin.cuh"\n{source}'
+        assert compiled(kernel, folder, backend, "sm_90").cubin, name
 
 
 @pytest.mark.parametrize(("backend", "least"), [("PROXY", 9), ("GDAKI", 74)])

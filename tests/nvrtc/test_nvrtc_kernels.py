@@ -47,13 +47,15 @@ ROWS = {"NVFP4": (3584, 448), "odd scales": (1008, 7), "FP8 of H = 3072": (3072,
 
 
 def is_wanted(shape: str, name: str) -> bool:
-    """All of the first shape, but for other numbers of SMs; of the next two some of what depends on widths. The second
-    has rows that are no whole number of the units in which FP8 is made; it has no dispatch of FP8, the third no other.
+    """All of the first shape, but for other numbers of SMs, and of scales as powers of two, which differ by what is
+    stored alone, only first dispatches that are whole or receive; of the next two some of what depends on widths. The
+    second has rows that are no whole number of the units in which FP8 is made; it has no dispatch of FP8, the third no
+    other.
     """
     if name.endswith(" SMs"):  # the same code with another constant
         return False
     if shape == "bf16":
-        return True
+        return "fp8_pow2" not in name or ("int64 ids" in name and not name.endswith("sends"))
     if shape.startswith("16 ranks"):
         return name in OF_MANY
     if shape == "H = 5120":  # whose row is cut into three units, of which one is shorter

@@ -17,7 +17,7 @@ from weft import Quantized, reference
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # "nvfp4" too, in a test of its own.
-ROWS = ("plain", "fp8", "fp8_ue8m0", "quantized_fp8", "quantized_ue8m0", "bytes", "bytes_with_side")
+ROWS = ("plain", "fp8", "fp8_ue8m0", "fp8_pow2", "quantized_fp8", "quantized_ue8m0", "bytes", "bytes_with_side")
 # How calls go. mixed: small batches repeat and combine what a throughput dispatch has sent; staged: in two halves, but
 # for a dispatch of exact sizes.
 MODES = ("auto", "throughput", "latency", "mixed", "staged")
@@ -180,7 +180,7 @@ def _build_call(case: Case, call: Call) -> tuple[list[RankCall], Expected]:
         options["alignment"] = call.alignment
     if call.capacity is not None or call.layout == "masked":
         options["capacity"] = _capacity(case, call, ids, options)
-    if call.rows in ("fp8", "fp8_ue8m0"):
+    if call.rows in ("fp8", "fp8_ue8m0", "fp8_pow2"):
         options["quantize"] = call.rows
     if call.rows not in ("plain", "bytes"):
         options["scale_layout"] = call.scale_layout

@@ -158,7 +158,9 @@ def test_options_of_combine(ep: weft.ExpertParallel) -> None:
     assert torch.equal(side, torch.arange(5.0)[:, None].expand(5, 2)), "one value a row stands for each of its picks"
 
 
-@pytest.mark.parametrize(("quantize", "dtype"), [("fp8", torch.float32), ("fp8_ue8m0", torch.float8_e8m0fnu)])
+@pytest.mark.parametrize(
+    ("quantize", "dtype"), [("fp8", torch.float32), ("fp8_ue8m0", torch.float8_e8m0fnu), ("fp8_pow2", torch.float32)]
+)
 def test_quantised_on_the_way(solo: weft.Communicator, quantize: str, dtype: torch.dtype) -> None:
     with weft.ExpertParallel(solo, num_experts=8, top_k=2, hidden=144, max_tokens_per_rank=8) as ep:
         x, topk_idx, _ = tokens(5, 144)
@@ -356,13 +358,9 @@ def test_limits_and_supports() -> None:
         assert not weft.supports(**options), options
     on_gpus = {"engine": "nvlink", "num_ranks": 4, "num_experts": 8, "node_ranks": 2}
     assert weft.supports(**on_gpus)
-    for more in (
-        {"mode": "latency"},
-        {"staged": True},
-        {"order": "last_pick"},
-        {"order": "pick"},
-        {"side_lanes": "all"},
-    ):
+    for more in ({"mode": "latency"}, {"staged": True, "capacity": 8}):
+        assert weft.supports(**on_gpus, **more), more
+    for more in ({"order": "last_pick"}, {"order": "pick"}, {"side_lanes": "all"}):
         assert not weft.supports(**on_gpus, **more), more
         assert weft.supports(**(on_gpus | {"node_ranks": 4}), **more), more
     with pytest.raises(weft.InvalidArgument, match=r"unknown options colour; allowed are .*layout"):

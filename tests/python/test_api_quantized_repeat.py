@@ -22,7 +22,7 @@ def _ranks(comm: Any, quantize: str, layout: str) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("layout", ["rank_major", "expert_major"])
-@pytest.mark.parametrize("quantize", ["fp8", "fp8_ue8m0"])
+@pytest.mark.parametrize("quantize", ["fp8", "fp8_ue8m0", "fp8_pow2"])
 def test_a_handle_serves_quantised_rows(quantize: str, layout: str) -> None:
     """Bit for bit what a first dispatch of the same rows would have given."""
     results = weft.spawn(_ranks, num_ranks=2, args=(quantize, layout), device="cpu")

@@ -130,7 +130,8 @@ def test_options_compile(ep: weft.ExpertParallel) -> None:
         y, side = ep.combine(r.x + again.x, r.handle, weighted=False, side=r.topk_weights, bias=bias)
         narrow = ep.dispatch(x, topk_idx, quantize="fp8_ue8m0")
         wide = narrow.x.data.float() * narrow.x.scales.float()
-        return y, side, wide, r.num_tokens_per_expert
+        powers = ep.dispatch(x, topk_idx, quantize="fp8_pow2").x.scales
+        return y, side, wide, powers, r.num_tokens_per_expert
 
     given = (inputs.x.detach(), inputs.topk_idx, inputs.topk_weights.detach(), inputs.bias.detach())
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)

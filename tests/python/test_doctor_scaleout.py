@@ -10,7 +10,7 @@ import pytest
 from doctor_machines import machine, nic
 
 from weft.machine.doctor import Facts, Finding, diagnose, scaleout
-from weft.scaleout import nccl
+from weft.scaleout import nccl, network
 
 MLX5 = Facts(machine(), live=True)
 EFA = Facts(machine(nics=tuple(dataclasses.replace(nic(idx), name=f"rdmap{idx}s0") for idx in range(4))), live=True)
@@ -53,6 +53,23 @@ def test_rdma_core(monkeypatch: pytest.MonkeyPatch, facts: Facts, answer: Any, s
 def test_the_child_answers() -> None:
     """Here too, where there may be no such library."""
     assert set(scaleout.ask(scaleout._LIBRARIES)) == {"libibverbs", "libmlx5"}
+
+
+def test_an_nccl_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a machine without RDMA devices, too: the emulated NIC is none."""
+    monkeypatch.setenv("WEFT_NETWORK", "nccl")
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(nccl, "loaded", lambda: None)
+    found = finding("nccl", NO_RDMA)
+    assert (found.status, found.fix) == ("fail", "weft scaleout fetch")
+    copy = nccl.Nccl(tmp_path / "libnccl.so.2", nccl.PINNED, tmp_path, is_of_process=False)
+    monkeypatch.setattr(nccl, "fetched", lambda cache: copy)
+    monkeypatch.setattr("cuda.pathfinder.find_nvidia_header_directory", lambda name: None)
+    network.cuda_folders.cache_clear()
+    found = finding("nccl", MLX5)
+    assert (found.status, "no header cuda_fp8.h of CUDA" in found.found) == ("fail", True)
+    monkeypatch.setattr(network, "cuda_folders", tuple)
+    assert finding("nccl", MLX5).found.startswith("WEFT_NETWORK=nccl: NCCL 2.32.3 (Weft's own copy")
 
 
 def test_doorbells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

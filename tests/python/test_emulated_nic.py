@@ -40,6 +40,34 @@ def test_the_command_is_given_card_and_plugin(tmp_path: Path) -> None:
     assert shown(f"--plugin={plugin}", "--threads")["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 
 
+def test_a_rate_of_nothing_is_no_limit() -> None:
+    options = emulated_nic.parse(["--gb-s", "0", "--", "true"])
+    assert "gb_s=0.0," in emulated_nic.variables(options, Path("plugin.so"))["SOFTWARE_NIC"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--gb-s=-1"],
+        ["--gb-s=nan"],
+        ["--gb-s=inf"],
+        ["--gb-s=fast"],
+        ["--latency-us=-1"],
+        ["--spread-us=2e6"],
+        ["--ports=0"],
+        ["--ports=9"],
+        ["--seed=-1"],
+        ["--nodes-of=0"],
+    ],
+)
+def test_what_the_card_would_refuse_is_said_at_once(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Within NCCL it would be a plugin that does not load."""
+    with pytest.raises(SystemExit) as refused:
+        emulated_nic.parse([*bad, "--", "true"])
+    assert refused.value.code == 2
+    assert bad[0].split("=")[0] in capsys.readouterr().err
+
+
 def test_nothing_to_run_is_said() -> None:
     with pytest.raises(SystemExit):
         emulated_nic.parse(["--ports", "1", "--"])

@@ -147,7 +147,7 @@ DISPATCH: list[tuple[dict[str, Any], type[weft.Error], str]] = [
     ({"layout": "masked"}, weft.InvalidArgument, r"capacity is None; layout 'masked' needs the number of rows"),
     ({"capacity": -2}, weft.InvalidArgument, r"capacity is -2; allowed: None, or 0 to 2147483647"),
     ({"capacity": 1 << 70}, weft.InvalidArgument, r"capacity is \d+; allowed: None, or 0 to 2147483647"),
-    ({"quantize": "int8"}, weft.InvalidArgument, r"quantize is 'int8'; allowed: None, fp8, fp8_ue8m0"),
+    ({"quantize": "int8"}, weft.InvalidArgument, r"quantize is 'int8'; allowed: None, fp8, fp8_ue8m0, fp8_pow2"),
     ({"quantize": "fp8", "x": X.clone().requires_grad_()}, weft.Unsupported, r"an x that requires grad"),
     ({"scale_layout": "flat"}, weft.InvalidArgument, r"scale_layout is 'flat'; allowed: row_major, column_major"),
     ({"zero_holes": None}, weft.InvalidArgument, r"zero_holes is None; allowed: True, False"),

@@ -79,6 +79,7 @@ def look_at_results(state: RankState) -> None:
         (fp8(x), {}, torch.float8_e4m3fn, torch.float32), (ue8m0, {}, torch.float8_e4m3fn, torch.float8_e8m0fnu),
         (x, {"quantize": "fp8"}, torch.float8_e4m3fn, torch.float32),
         (x, {"quantize": "fp8_ue8m0"}, torch.float8_e4m3fn, torch.float8_e8m0fnu),
+        (x, {"quantize": "fp8_pow2"}, torch.float8_e4m3fn, torch.float32),
         (opaque, {}, torch.uint8, torch.int16),
     ]  # fmt: skip
     with make(state) as ep:

@@ -81,6 +81,7 @@ ROWS = {
     "bytes": (lambda x: weft.Quantized(x.view(torch.uint8)), {}),
     "no scales": (lambda x: weft.Quantized(x.view(torch.uint8), torch.empty(len(x), 0)), {}),
     "quantize": (lambda x: x, {"quantize": "fp8"}),
+    "powers of two": (lambda x: x, {"quantize": "fp8_pow2"}),
 }
 
 

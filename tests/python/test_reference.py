@@ -228,7 +228,7 @@ def test_no_tokens_anywhere() -> None:
     xs = [torch.zeros((0, 16), dtype=torch.bfloat16)] * 2
     ids = [torch.zeros((0, 3), dtype=torch.int32)] * 2
     for layout, capacity in (("rank_major", None), ("expert_major", None), ("masked", 4)):
-        for quantize in (None, "fp8", "fp8_ue8m0"):
+        for quantize in (None, "fp8", "fp8_ue8m0", "fp8_pow2"):
             r = reference.dispatch(xs, ids, num_experts=4, layout=layout, capacity=capacity, quantize=quantize)
             assert [int(d.num_rows) for d in r] == [0, 0]
     assert reference.combine([torch.zeros((2, 4, 16))] * 2, r)[0].shape == (0, 16)
@@ -334,8 +334,8 @@ def test_gradient_of_side_goes_back_to_its_row() -> None:
 
 def test_quantised_dispatch_is_dispatch_of_the_quantised() -> None:
     xs = [torch.randn((len(ids), 144), generator=torch.Generator().manual_seed(5)) for ids in IDS]
-    for name in ("fp8", "fp8_ue8m0"):
-        rows = [Quantized(*reference.quantize_fp8(x, ue8m0=name == "fp8_ue8m0")) for x in xs]
+    for name in ("fp8", "fp8_ue8m0", "fp8_pow2"):
+        rows = [Quantized(*reference.quantize_fp8(x, ue8m0=name == "fp8_ue8m0", pow2=name == "fp8_pow2")) for x in xs]
         for one, two in zip(
             reference.dispatch(xs, IDS, num_experts=4, quantize=name),
             reference.dispatch(rows, IDS, num_experts=4),

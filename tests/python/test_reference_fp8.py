@@ -118,6 +118,21 @@ def test_ue8m0_powers_of_two_are_not_raised() -> None:
     assert scales.view(torch.uint8).flatten().tolist() == [127, 128, 126, 127]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_powers_of_two_are_the_scales_of_ue8m0(dtype: torch.dtype) -> None:
+    """The same codes; scales that are fp32 with no mantissa, or the quiet NaN that the engines write."""
+    x = torch.randn((64, 176), generator=torch.Generator().manual_seed(6))
+    x *= torch.logspace(-6, 4, 64)[:, None]
+    x[0, 3], x[1, 130], x[2, 0], x[3] = math.nan, math.inf, -math.inf, 0.0
+    data, bytes_ = reference.quantize_fp8(x.to(dtype), ue8m0=True)
+    same, scales = reference.quantize_fp8(x.to(dtype), pow2=True)
+    assert torch.equal(same.view(torch.uint8), data.view(torch.uint8))
+    assert scales.dtype == torch.float32
+    exponents = bytes_.view(torch.uint8).to(torch.int32)
+    assert sorted((exponents == 255).nonzero().tolist()) == [[0, 0], [1, 1], [2, 0]]
+    assert torch.equal(scales.view(torch.int32), torch.where(exponents == 255, 0x7FC00000, exponents << 23))
+
+
 def test_nan_makes_its_group_nan_only() -> None:
     x = torch.ones((1, 256))
     x[0, 5] = math.nan

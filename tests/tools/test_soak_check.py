@@ -122,7 +122,7 @@ def test_sets_of_graphs_have_all_there_is() -> None:
     for kind in (decode, [each for each in drawn if each.mode == "staged"]):
         assert len({(each.has_side, each.bias) for each in kind}) == 2 * 3
         assert len({(each.num_dispatches, each.id_dtype) for each in kind}) == 2 * 2
-        assert len({(each.quantize, each.in_heap) for each in kind}) == 4 * 2
+        assert len({(each.quantize, each.in_heap) for each in kind}) == 5 * 2
 
 
 def run_soak(*flags: str) -> subprocess.CompletedProcess[str]:

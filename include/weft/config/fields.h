@@ -103,14 +103,14 @@ struct Of<SmallDispatchKernelConfig> {
   using C = SmallDispatchKernelConfig;
   using All = List<&C::num_ranks, &C::num_experts, &C::top_k, &C::num_blocks, &C::row_bytes, &C::scale_row_bytes,
                    &C::scale_word_bytes, &C::hidden, &C::dtype, &C::quantize, &C::layout, &C::topk_is_int64,
-                   &C::is_cached, &C::sends, &C::receives, &C::tells_counts>;
+                   &C::is_cached, &C::sends, &C::receives, &C::tells_counts, &C::route, &C::node_ranks>;
 };
 
 template <>
 struct Of<SmallCombineKernelConfig> {
   using C = SmallCombineKernelConfig;
   using All = List<&C::num_ranks, &C::top_k, &C::hidden, &C::dtype, &C::layout, &C::wire_is_fp8, &C::has_side,
-                   &C::adds_side, &C::sends, &C::receives, &C::order>;
+                   &C::adds_side, &C::sends, &C::receives, &C::order, &C::route, &C::node_ranks>;
 };
 
 template <>

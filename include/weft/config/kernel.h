@@ -49,7 +49,7 @@ struct DispatchKernelConfig {
   WEFT_HD constexpr ExpertPlacement experts() const { return {num_ranks, num_local_experts()}; }
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
   WEFT_HD constexpr bool has_fan() const { return is_by_expert() && !is_spread; }
-  WEFT_HD constexpr bool has_nodes() const { return route == Route::kNodes; }
+  WEFT_HD constexpr bool has_nodes() const { return leads_to_nodes(route); }
   WEFT_HD constexpr i32 num_nodes() const { return has_nodes() ? (num_ranks + node_ranks - 1) / node_ranks : 1; }
   // What has been stored is told while more is on its way.
   WEFT_HD constexpr bool has_tell() const { return has_fan() || has_nodes(); }
@@ -120,7 +120,7 @@ struct CombineKernelConfig {
   i32 node_ranks = 0;  // with nodes: most ranks of one, the domains of `order`
 
   WEFT_HD constexpr bool is_by_expert() const { return layout != Layout::kRankMajor; }
-  WEFT_HD constexpr bool has_nodes() const { return route == Route::kNodes; }
+  WEFT_HD constexpr bool has_nodes() const { return leads_to_nodes(route); }
   WEFT_HD constexpr i32 num_nodes() const { return has_nodes() ? (num_ranks + node_ranks - 1) / node_ranks : 1; }
   WEFT_HD constexpr bool has_push() const { return push_slots > 0 || sum_warps > 0; }
   // A contribution is a pick's row as it is, added by the owner with its weight; by expert alone.

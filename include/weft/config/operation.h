@@ -7,12 +7,16 @@ namespace weft {
 
 enum class OpKind : u8 { kNone = 0, kDispatch = 1, kCombine = 2, kBarrier = 3 };
 enum class Layout : u8 { kRankMajor = 0, kExpertMajor = 1, kMasked = 2 };
-enum class Quantize : u8 { kNone = 0, kFp8 = 1, kFp8Ue8m0 = 2 };
+enum class Quantize : u8 { kNone = 0, kFp8 = 1, kFp8Ue8m0 = 2, kFp8Pow2 = 3 };
 enum class Dtype : u8 { kBytes = 0, kBf16 = 1, kFp16 = 2, kFp32 = 3 };
 
 constexpr i32 kNumOpKinds = 4;
 constexpr i32 kQuantizeGroup = 128;  // elements that share one FP8 scale
 constexpr i64 kNoCapacity = -1;
+
+WEFT_HD constexpr bool scales_are_floats(Quantize format) {
+  return format == Quantize::kFp8 || format == Quantize::kFp8Pow2;
+}
 
 WEFT_HD constexpr i32 dtype_bytes(Dtype dtype) { return dtype == Dtype::kBytes ? 1 : dtype == Dtype::kFp32 ? 4 : 2; }
 

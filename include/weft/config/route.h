@@ -8,8 +8,12 @@ namespace weft {
 enum class Route : u8 {
   kDirect = 0,  // its memory is mapped: load and store
   kLoop = 1,    // rings that a network empties, here one without hardware (transport/rail_loop.cuh)
-  kNodes = 2    // that of a rank of this node is mapped; rails lead to other nodes (transport/rail_block.cuh)
+  kNodes = 2,   // that of a rank of this node is mapped; rails lead to other nodes (transport/rail_block.cuh)
+  kGin = 3      // the same; rails go over NCCL's network (transport/rail_gin.cuh)
 };
+
+// Ranks are in nodes.
+WEFT_HD constexpr bool leads_to_nodes(Route route) { return route == Route::kNodes || route == Route::kGin; }
 
 // A set of ranks of a domain of at most kDomain, a bit each. Trivial, so that it may lie in shared memory; none() is the empty
 // set. One word for now: what packs it into a word of a window or a plan asks for `word`, and does not compile with a larger one.

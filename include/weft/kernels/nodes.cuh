@@ -15,6 +15,8 @@ class Nodes {
   static constexpr i32 kRanks = kConfig.num_ranks;
   static constexpr i32 kNodeRanks = kConfig.node_ranks;
   static constexpr i32 kNodes = kConfig.num_nodes();
+  // In place of `rows_in_heap` in the payload of a message: rows follow whose places nobody is asked for.
+  static constexpr u64 kRowsFollow = 2;
 
   __device__ Nodes(const transport::WindowView& view, const Peers& peers, const transport::Flight& flight)
       : map{kRanks, kNodeRanks, flight.active.word},
@@ -71,7 +73,7 @@ class Nodes {
   }
 
   // By a warp for each source that this rank brings, the first being `nth` of them: when the message is here, it goes into the
-  // source's cells at all mates and at this rank. `copy_parts(payload, message, mate)`: by the whole warp, what follows the
+  // source's cells at all mates and at this rank. `copy_parts(payload, message, source, mate)`: by the whole warp, what follows the
   // fixed part of the payload. False: a message has not come, the reason is recorded.
   template <class CopyParts>
   __device__ bool relay_calls(i32 nth, i32 num_warps, const CopyParts& copy_parts) const {
@@ -89,6 +91,27 @@ class Nodes {
     const i32 peer = static_cast<i32>(threadIdx.x) - first_thread;
     const bool is_peer = peer >= 0 && peer < kRanks && peer != rank && map.is_active(peer);
     return transport::worst_of(is_peer && so_far == transport::Verdict::kOk ? wait_call(peer) : so_far);
+  }
+
+  // By one thread: that of one of them. A forwarder that has not come keeps the headers of others back: it is named.
+  __device__ transport::Verdict wait_call(i32 peer) const {
+    const u64* cell = call_cell(peer);
+    const i32 forwarder = map.forwarder(peer, node);
+    u64* waited_ns = blockIdx.x == 0 ? &view_.words()->waited_ns[peer] : nullptr;
+    const u64 awaited = u64{1} << peer | u64{1} << forwarder;
+    sync::LanePause pause(&view_.host->abort, awaited, &view_.host->timeout_ns, 0, waited_ns);
+    u64 seen;
+    const sync::WaitResult result = sync::wait_header(cell, flight_.turn, pause, seen);
+    const bool is_kept_back = result != sync::WaitResult::kReady && forwarder != rank && !has_call(forwarder);
+    if (!transport::settle(view_, flight_, result, Phase::kCount, is_kept_back ? forwarder : peer, seen)) {
+      return transport::Verdict::kBroken;
+    }
+    return transport::judge(view_, Phase::kCount, flight_, peer, cell, seen);
+  }
+
+  // Rings can't be counted on any more: this operation is given up, and the window takes no other.
+  __device__ void break_window() const {
+    ptx::st_relaxed_sys(&view_.words()->broken, static_cast<u64>(transport::ErrorCause::kBadPeerWord));
   }
 
   // Of the operation's handle, by all threads behind wait_calls(): whether those who made it are the members. All ranks see it alike.
@@ -124,13 +147,22 @@ class Nodes {
       for (i32 idx = lane; idx < static_cast<i32>(sizeof(GpuCountPayload) / sizeof(u64)); idx += 32) {
         peers_.put_words(slot.template at<u64>(idx), reinterpret_cast<const u64*>(message->payload)[idx]);
       }
-      copy_parts(slot + sizeof(GpuCountPayload), message_from(source), mate);
+      copy_parts(slot + sizeof(GpuCountPayload), message_from(source), source, mate);
     }
     __syncwarp();
     if (lane < size && map.is_active(first + lane)) {
       peers_.relay_call(flight_, source, first + lane, message->header, message->caller);
     }
+    if (lane == 0) check_follows(*message);
     return true;
+  }
+
+  // By one thread. Rows of an operation that this rank has not called will lie in its ring, where nobody takes them.
+  __device__ void check_follows(const RailMessage& message) const {
+    const auto* payload = reinterpret_cast<const GpuCountPayload*>(message.payload);
+    if (payload->rows_in_heap != kRowsFollow) return;
+    if (sync::classify_header(message.header, flight_.turn, flight_.print) == sync::HeaderState::kMatch) return;
+    break_window();
   }
 
   __device__ bool wait_message(i32 source) const {
@@ -141,21 +173,6 @@ class Nodes {
     return transport::settle(view_, flight_, result, Phase::kCount, source, 0);
   }
 
-  // A forwarder that has not come keeps the headers of others back: it is named.
-  __device__ transport::Verdict wait_call(i32 peer) const {
-    const u64* cell = call_cell(peer);
-    const i32 forwarder = map.forwarder(peer, node);
-    u64* waited_ns = blockIdx.x == 0 ? &view_.words()->waited_ns[peer] : nullptr;
-    const u64 awaited = u64{1} << peer | u64{1} << forwarder;
-    sync::LanePause pause(&view_.host->abort, awaited, &view_.host->timeout_ns, 0, waited_ns);
-    u64 seen;
-    const sync::WaitResult result = sync::wait_header(cell, flight_.turn, pause, seen);
-    const bool is_kept_back = result != sync::WaitResult::kReady && forwarder != rank && !has_call(forwarder);
-    if (!transport::settle(view_, flight_, result, Phase::kCount, is_kept_back ? forwarder : peer, seen)) {
-      return transport::Verdict::kBroken;
-    }
-    return transport::judge(view_, Phase::kCount, flight_, peer, cell, seen);
-  }
   __device__ const u64* call_cell(i32 peer) const {
     return reinterpret_cast<const u64*>(view_.own_control() +
                                         view_.layout.header(Phase::kCount, flight_.turn.sequence, peer, 0));

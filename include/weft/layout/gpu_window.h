@@ -71,6 +71,7 @@ struct GpuWindowShape {
   i64 landing_row_bytes = 0;  // room for one row in the landing, and in a small slot
   i64 small_tokens = 0;       // most tokens of a rank in a small-batch call
   i64 node_ranks = 0;         // most ranks of a node; 0: all are one
+  i64 network = 0;            // between nodes: 0 a block of each grid, 1 NCCL's
 
   WEFT_HD constexpr i32 num_local_experts() const { return num_experts / num_ranks; }
 };

@@ -1,6 +1,7 @@
 // The scale of a group of values that become e4m3. One text for every engine, since its bits are part of the contract:
 //   a = max(largest magnitude, 1e-4), scale = a / 448, q = e4m3(x * (448 / a)); UE8M0: scale = 2^ceil(log2(a / 448)) from the
-//   exponent bits, q = e4m3(x * 2^-e). A NaN in a group makes its scale and all its values NaN. Combine: fp8_wire_scale.
+//   exponent bits, q = e4m3(x * 2^-e); powers of two are that scale as fp32. A NaN in a group makes its scale and all its
+//   values NaN. Combine: fp8_wire_scale.
 #pragma once
 
 #include "weft/config/base.h"
@@ -14,7 +15,7 @@ struct Fp8Scale {
   u32 bits = 0;         // of the fp32 scale, or the UE8M0 byte
 };
 
-WEFT_HD constexpr i32 fp8_scale_bytes(Quantize format) { return format == Quantize::kFp8 ? 4 : 1; }
+WEFT_HD constexpr i32 fp8_scale_bytes(Quantize format) { return scales_are_floats(format) ? 4 : 1; }
 
 constexpr float kLargestE4m3 = 448.0f;
 constexpr u32 kNanBits = 0x7fc00000u;
@@ -35,7 +36,9 @@ WEFT_HD inline Fp8Scale fp8_scale(u32 amax_bits, Quantize format) {
   // 2^ceil(log2(scale)) from the bits; amax >= 1e-4 keeps the scale a normal number.
   const u32 bits = float_bits(scale);
   const u32 biased = is_nan ? kE8m0Nan : (bits >> 23) + ((bits & 0x7fffffu) != 0 ? 1u : 0u);
-  return {biased >= kE8m0Nan ? bits_float(kNanBits) : bits_float((254u - biased) << 23), biased};
+  const float factor = biased >= kE8m0Nan ? bits_float(kNanBits) : bits_float((254u - biased) << 23);
+  if (format == Quantize::kFp8Ue8m0) return {factor, biased};
+  return {factor, biased >= kE8m0Nan ? kNanBits : biased << 23};
 }
 
 // Of what a rank contributes in combine, on the wire: scale = 2^ceil(log2(a / 448)), but 2^119 at most. So the product of a code

@@ -149,9 +149,9 @@ __device__ inline void end_flight(const WindowView& view, const Flight& flight) 
 // In place of the two above: by one thread of each block when none of its waits is left, so that nothing can break any more;
 // the others of the block go on with what concerns this rank alone. The last to come ends the operation. The next kernel of
 // the window begins behind this one, so these words order nothing.
-__device__ inline void end_flight_early(const WindowView& view, const Flight& flight) {
+__device__ inline void end_flight_early(const WindowView& view, const Flight& flight, u32 num_blocks) {
   GpuControlWords* words = view.words();
-  if (ptx::atom_inc_wrap_relaxed_gpu(&words->num_ended, gridDim.x - 1) != gridDim.x - 1) return;
+  if (ptx::atom_inc_wrap_relaxed_gpu(&words->num_ended, num_blocks - 1) != num_blocks - 1) return;
   ptx::st_relaxed_sys(&words->sequence, static_cast<u64>(flight.turn.sequence));
   ptx::st_relaxed_sys(&words->owner, 0);
   ptx::st_relaxed_sys(&view.host->finished_sequence, static_cast<u64>(flight.turn.sequence));

@@ -108,13 +108,13 @@ class Peers<Route::kDirect> {
 using DirectPeers = Peers<Route::kDirect>;
 
 // By load and store to the ranks of this node; rings lead to those of others.
-template <>
-class Peers<Route::kNodes> : public Peers<Route::kDirect> {
+template <class RouteRail, class RailRing>
+class NodePeers : public Peers<Route::kDirect> {
  public:
-  using Rail = BlockRail;
-  using Ring = BlockRing;
+  using Rail = RouteRail;
+  using Ring = RailRing;
 
-  __device__ Peers(const WindowView& view, const Rail& rail, const Flight&)
+  __device__ NodePeers(const WindowView& view, const Rail& rail, const Flight&)
       : Peers<Route::kDirect>(view), view_(view), rail_(rail) {}
 
   __device__ const Rail& rail() const { return rail_; }
@@ -128,9 +128,22 @@ class Peers<Route::kNodes> : public Peers<Route::kDirect> {
     sync::send_header(cell, header, [] {});
   }
 
+  // Another header of `source`, whose rows this rank has forwarded; as notify().
+  __device__ void relay(Phase phase, const Flight& flight, i32 source, i32 peer, i32 block) const {
+    u64* cell =
+        reinterpret_cast<u64*>(view_.control[peer] + view_.layout.header(phase, flight.turn.sequence, source, block));
+    sync::send_header(cell, sync::pack_header(flight.turn, flight.print), [] {});
+  }
+
  private:
   const WindowView& view_;
   const Rail& rail_;
+};
+
+// Route::kGin is in rail_gin.cuh.
+template <>
+class Peers<Route::kNodes> : public NodePeers<BlockRail, BlockRing> {
+  using NodePeers::NodePeers;
 };
 
 // Of a kernel's arguments.

@@ -92,7 +92,7 @@ def _of_handle(handle: Any) -> Any:
 def _column_dtype(x: Tensor | Quantized, quantize: str | None, scales: Tensor | None) -> torch.dtype:
     """Of the column-major scales that a dispatch gives."""
     if quantize is not None:
-        return torch.float32 if quantize == "fp8" else torch.int32
+        return torch.int32 if quantize == "fp8_ue8m0" else torch.float32
     if scales is None or isinstance(x, Tensor) or x.scales is None:
         raise InvalidArgument(
             "scale_layout is 'column_major' with rows that have no scales; allowed is 'row_major', or quantize= or a "

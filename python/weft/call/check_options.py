@@ -125,11 +125,6 @@ def _is_small(
     mode, staged = options.mode, options.staged
     if staged and mode == "throughput":
         raise InvalidArgument("mode is 'throughput' with staged=True; allowed are 'auto' and 'latency'")
-    if _has_gpu_nodes(ep):
-        if staged or mode == "latency":
-            name = "staged=True" if staged else "mode='latency'"
-            raise Unsupported(f"{name} between nodes", _OF_NODES, "mode='throughput' or 'auto', staged=False")
-        return False
     if of_small:
         if mode == "throughput":
             raise InvalidArgument(
@@ -144,6 +139,8 @@ def _is_small(
                 f"{name} with max_tokens = {max_tokens}; allowed in a small-batch call are 0 to {ep.small_tokens}"
             )
         return True
+    if _has_gpu_nodes(ep):
+        return False  # between nodes nothing is measured that "auto" could go by
     return mode == "auto" and prefers_small(ep, op, layout, form, max_tokens)
 
 

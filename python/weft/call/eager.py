@@ -42,7 +42,7 @@ _num_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorc
 _EXCHANGE_API = "__dlpack_c_exchange_api__"  # of torch 2.10 and later: without it no call is known
 _WORKS = ("_first", "_first_small", "_again", "_sum")  # methods of a Runner that the native module does without
 _UNASKED = object()
-_OF_FP8 = {1: torch.float32, 2: torch.float8_e8m0fnu}  # scales, by the code of quantize
+_OF_FP8 = {1: torch.float32, 2: torch.float8_e8m0fnu, 3: torch.float32}  # scales, by the code of quantize
 
 
 class _Weighted:

@@ -29,7 +29,7 @@ __all__ = ["GpuPlans", "split"]
 _INT32, _INT64 = 4, 5  # of the native module, beside DTYPE_CODES
 _OF_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()} | {_INT32: torch.int32, _INT64: torch.int64}
 _MOST_SHAPES = 16  # of a plan; with exact sizes each call may have its own
-_FP8 = 1  # code of quantize: scales are fp32, else bytes
+_UE8M0 = 2  # code of quantize: scales are bytes, else fp32
 
 
 class GpuPlans(Runner):
@@ -224,7 +224,7 @@ def _rows(x: Tensor, scales: Tensor | None, quantize: int, words: torch.dtype | 
     data = Memory(x.shape[1], x.dtype if is_plain else torch.uint8)
     if not quantize and scales is None:
         return (data,)
-    columns, dtype = -(-x.shape[1] // QUANTIZE_GROUP), torch.float32 if quantize == _FP8 else torch.uint8
+    columns, dtype = -(-x.shape[1] // QUANTIZE_GROUP), torch.float32 if quantize not in (0, _UE8M0) else torch.uint8
     if scales is not None:
         columns = scales.shape[1] * scales.element_size()
     if words is not None:

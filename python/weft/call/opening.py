@@ -36,8 +36,6 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
     if node_ranks >= comm.num_ranks:
         node_ranks = 0  # one node
     has_gpu_nodes = node_ranks > 0 and comm.engine == "nvlink"
-    if has_gpu_nodes:
-        small_tokens = 0  # no kernels for small batches go between nodes
     if heap is None:
         heap = default_heap_bytes(comm.num_ranks, top_k, hidden, max_tokens, dtype)
     specs = [

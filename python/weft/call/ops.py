@@ -151,7 +151,7 @@ def _receive_fake(
     )
 
 
-_SCALE_DTYPES = {1: torch.float32, 2: torch.uint8}
+_SCALE_DTYPES = {1: torch.float32, 2: torch.uint8, 3: torch.float32}
 
 
 # ---- dispatch_again

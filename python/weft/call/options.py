@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 __all__ = ["OPTIONS", "VALUE_TYPES", "Accepts", "CallOptions", "CombineOptions", "DispatchOptions", "options_of"]
 
 LAYOUTS = ("rank_major", "expert_major", "masked")
-QUANTIZE = ("fp8", "fp8_ue8m0")
+QUANTIZE = ("fp8", "fp8_ue8m0", "fp8_pow2")
 SCALE_LAYOUTS = ("row_major", "column_major")
 MODES = ("auto", "throughput", "latency")
 WIRES = ("fp8",)

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 DTYPE_CODES = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2}
+QUANTIZE_CODES = {None: 0, "fp8": 1, "fp8_ue8m0": 2, "fp8_pow2": 3}
 WIRE_CODES = {None: 0, "fp8": 1}
 BYTES = 0
 RANK_MAJOR, EXPERT_MAJOR, MASKED = range(3)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 import typer
 
 LayoutName = Literal["rank_major", "expert_major", "masked"]
-QuantizeName = Literal["none", "fp8", "fp8_ue8m0"]
+QuantizeName = Literal["none", "fp8", "fp8_ue8m0", "fp8_pow2"]
 DtypeName = Literal["bf16", "fp16", "fp32"]
 RoutingName = Literal["uniform", "zipf", "all_to_one", "empty_rank", "group_limited"]
 DeviceName = Literal["auto", "cpu", "cuda"]

@@ -14,7 +14,7 @@ from weft.deep_ep.buffer_base import BufferBase
 from weft.deep_ep.errors import refused
 from weft.deep_ep.known import Known, weighted_sum_of
 from weft.deep_ep.layers import ShapeOf
-from weft.deep_ep.low_latency_handle import LowLatencyHandle, rows_of, source_ranks, weighted_rows
+from weft.deep_ep.low_latency_handle import LowLatencyHandle, source_ranks, weighted_rows
 from weft.deep_ep.rows import (
     are_counts,
     bare,
@@ -134,8 +134,7 @@ class LowLatency(BufferBase):
                 num_slots // self.group_size, self._ranks.device,
             )  # fmt: skip
         shape = ShapeOf(num_slots, topk_idx.shape[1], x.shape[1], torch.bfloat16, "low_latency")
-        quantize = None if not use_fp8 else "fp8_ue8m0" if round_scale else "fp8"
-        is_rounded = round_scale and not use_ue8m0
+        quantize = None if not use_fp8 else "fp8_ue8m0" if use_ue8m0 else "fp8_pow2" if round_scale else "fp8"
         is_staged = return_recv_hook and self._masks is None  # a half could not be made again
         late: list[Callable[[], object]] = []
         known = None
@@ -176,9 +175,7 @@ class LowLatency(BufferBase):
             ep, r = call() if self._masks is None else self._masks.run(call, self._layers.deadline_s, windows)
             handle = LowLatencyHandle(self, ep, bare(r), max_tokens, is_by_pick=adds_by_pick(ep, r.handle))
             if key is not None and handle.is_by_pick:
-                layers.note_known(
-                    key, Known(ep, shape, turns=2, about=(turn, max_tokens, use_fp8, is_rounded), **options)
-                )
+                layers.note_known(key, Known(ep, shape, turns=2, about=(turn, max_tokens), **options))
             count = counts = r.handle.sizes[: ep.num_local_experts]
             if return_recv_hook:
                 late.append(lambda: counted(ep, r.handle.window, waits, r.wait))
@@ -187,7 +184,7 @@ class LowLatency(BufferBase):
                 late.append(lambda: count.copy_(counts))
             if cumulative_local_expert_recv_stats is not None:
                 late.append(lambda: cumulative_local_expert_recv_stats.add_(count))
-            rows = r.x if quantize is None else rows_of(r, late, is_rounded=is_rounded)
+            rows = r.x if isinstance(r.x, torch.Tensor) else (r.x.data, r.x.scales)
             if self._masks is not None:
                 if self._masks.is_automatic:
                     copies = x.clone(), topk_idx.clone(), None if topk_weights is None else topk_weights.clone()
@@ -210,7 +207,7 @@ class LowLatency(BufferBase):
         known = layers.known.get(key)
         if known is None:
             return None
-        ep, (turn, max_tokens, is_quantized, is_rounded) = known.ep, known.about
+        ep, (turn, max_tokens) = known.ep, known.about
         if stats is not None and not are_counts(stats, ep.num_local_experts, ep.device):
             return None
         window = turn.next()
@@ -226,7 +223,7 @@ class LowLatency(BufferBase):
         count = r.handle._counts()  # no call of a buffer reads them again
         if stats is not None:
             late.append(lambda: stats.add_(count))
-        rows = rows_of(r, late, is_rounded=is_rounded) if is_quantized else r.x
+        rows = r.x if isinstance(r.x, torch.Tensor) else (r.x.data, r.x.scales)
         beside = () if topk_weights is None else (r.topk_weights, source_ranks(handle, late))
         if has_hook:
             return rows, count, *beside, handle, EventOverlap(), _once(late)

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from weft.deep_ep.expanded import lane_of
 from weft.deep_ep.rows import along, bare
-from weft.deep_ep.utils.math import as_bytes
-from weft.limits import QUANTIZE_GROUP
 
 if TYPE_CHECKING:
     from weft.expert_parallel import ExpertParallel
     from weft.handle import Dispatched
 
-__all__ = ["LowLatencyHandle", "rows_of", "source_ranks", "weighted_rows"]
+__all__ = ["LowLatencyHandle", "source_ranks", "weighted_rows"]
 
 
 class LowLatencyHandle(tuple):  # type: ignore[type-arg]
@@ -126,26 +124,3 @@ def weighted_rows(handle: LowLatencyHandle, rows: Tensor, topk_idx: Tensor, topk
     assert pick is not None  # noqa: S101  # for mypy
     weight, there = lane_of(got[..., :top_k], pick), lane_of(got[..., top_k:], pick)
     return torch.where((there != 0)[..., None], rows.to(torch.float32) * weight[..., None], 0.0)
-
-
-def rows_of(r: Dispatched, late: list[Callable[[], object]], *, is_rounded: bool) -> Any:
-    """recv_x; `is_rounded`: scales are floats, written from the exponents when they are there."""
-    if isinstance(r.x, Tensor):
-        return r.x
-    data, words = r.x
-    if not is_rounded or words is None or data is None:
-        return data, words
-    num_scales, pitch = -(-data.shape[-1] // QUANTIZE_GROUP), -(-words.shape[1] // 4) * 4
-    columns = torch.empty((len(words), num_scales, pitch), dtype=torch.float32, device=words.device)
-    scales = columns.mT[:, : words.shape[1]]
-
-    def write() -> None:
-        by_column = words.mT
-        if num_scales % 4 or by_column.stride(-1) != 1:
-            scales.copy_(as_bytes(words)[..., :num_scales].view(torch.float8_e8m0fnu))
-            return
-        exponents = by_column.view(torch.uint8).unflatten(-1, (-1, 4)).mT.view(torch.float8_e8m0fnu)  # four of a word
-        scales.mT.unflatten(1, (-1, 4)).copy_(exponents)  # one kernel
-
-    late.append(write)
-    return data, scales

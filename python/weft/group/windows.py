@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from weft import _load
+from weft import _load, env
 from weft.call.streams import WindowStreams
 from weft.call.window import Window, WindowSpec, released_on_error
 from weft.engine import driver_gpu
 from weft.errors import InvalidArgument, InvalidState, PeerLost, rank_list
 from weft.group.maps import Maps, asked_contract, key_of
+from weft.scaleout import network
 
 __all__ = ["Windows"]
 
@@ -237,7 +238,7 @@ class Windows(Maps):
         if self._choice.engine == "nvlink":
             shape |= {"landing_row_bytes": spec.landing_row_bytes, "num_blocks": self._choice.max_num_sms}
             shape |= {"small_tokens": spec.small_tokens, "node_ranks": spec.node_ranks}
-            native = _load.native().GpuWindow(self._native, driver_gpu(self.device.index), **shape)
+            native = self._gpu_window(shape)
             window = Window(native, native.id, spec.max_tokens, WindowStreams(self.device))
         else:
             shape |= {"max_row_bytes": spec.max_row_bytes, "most_heap_bytes": spec.most_heap_bytes}
@@ -248,6 +249,19 @@ class Windows(Maps):
         self._all_windows.add(window)
         self._newest_window = max(self._newest_window, window.serial)
         return window
+
+    def _gpu_window(self, shape: dict[str, Any]) -> Any:
+        gpu, make = driver_gpu(self.device.index), _load.native().GpuWindow
+        if not 0 < shape["node_ranks"] < self._native.num_ranks or env.network() != "nccl":
+            return make(self._native, gpu, **shape)
+        paths = network.paths()
+        with network.variables():
+            return make(self._native, gpu, nccl=paths, **shape)
+
+    def _network_text(self) -> str:
+        """What leads between the nodes of its windows; "": nothing that has a name."""
+        natives = [window.native for window in self._all_windows if not window.closed]
+        return next((text for native in natives if (text := getattr(native, "network", ""))), "")
 
 
 def _is_to_make(said: dict[str, Any], key: tuple[int, int]) -> bool:

@@ -24,7 +24,7 @@ _SOURCE = re.compile(r"[0-9a-f]{32}\.cu")
 _NAME = re.compile(r'#include "weft/kernels/(?:(\w+)/)?(\w+)\.cuh"')  # folder and file, which may be an entry
 _FIELD = re.compile(r"\.(\w+) = (?:static_cast<[\w:]+>\()?(\d+)")
 _DTYPES = ("", "bf16", "fp16", "fp32")
-_QUANTIZE = ("", " -> fp8", " -> fp8_ue8m0")
+_QUANTIZE = ("", " -> fp8", " -> fp8_ue8m0", " -> fp8_pow2")
 _LEFT_OVER = re.compile(r"\.new-[A-Za-z0-9]{6}")  # a process died while it wrote
 _NEW_FLAGS = 8  # ABI version from which the architecture stands in bits 8 to 15 of the flags, before in bits 0 to 7
 

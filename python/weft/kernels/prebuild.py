@@ -30,7 +30,8 @@ __all__ = ["ARCHITECTURES", "Built", "KernelShape", "call_source", "compile_all"
 ARCHITECTURES = {"sm_90": 227 << 10, "sm_100": 227 << 10, "sm_103": 227 << 10, "sm_120": 99 << 10}
 _CODES = {"bf16": (1, 2), "fp16": (2, 2), "fp32": (3, 4)}  # code of the native module, bytes
 _BYTES = 0
-ROWS = ("plain", "fp8", "fp8_ue8m0", "fp8 rows")  # as they are, quantised in the call (two ways), quantised before
+# As they are, quantised in the call (three ways), quantised before.
+ROWS = ("plain", "fp8", "fp8_ue8m0", "fp8_pow2", "fp8 rows")
 ROUTINGS = ("int64 ids", "int32 ids", "handle")
 HALVES = ("", "sends", "receives")  # of a small batch: the whole, and what staged calls launch one after the other
 
@@ -146,7 +147,7 @@ def _dispatch_spec(shape: KernelShape, layout: str, rows: str, routing: str, **f
         fields["scale_row_bytes"] = -(-shape.hidden // QUANTIZE_GROUP) * 4
     return _load.native().DispatchSpec(
         layout=LAYOUTS.index(layout), hidden=shape.hidden, dtype=code, row_bytes=shape.hidden * item,
-        quantize={"fp8": 1, "fp8_ue8m0": 2}.get(rows, 0), topk_is_int64=routing != "int32 ids",
+        quantize={"fp8": 1, "fp8_ue8m0": 2, "fp8_pow2": 3}.get(rows, 0), topk_is_int64=routing != "int32 ids",
         cached=routing == "handle", **fields,
     )  # fmt: skip
 

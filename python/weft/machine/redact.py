@@ -15,7 +15,7 @@ __all__ = ["VARIABLES", "redact", "redact_names", "redact_variable"]
 
 # Documented variables only, each by its full name: a prefix would let a token through that somebody named NCCL_KEY.
 VARIABLES = (
-    *("WEFT_LOG_LEVEL", "WEFT_PLACEMENT", "WEFT_SPIN_US", "WEFT_CACHE_DIR", "WEFT_CONTROL_INTERFACE"),
+    *("WEFT_LOG_LEVEL", "WEFT_PLACEMENT", "WEFT_SPIN_US", "WEFT_CACHE_DIR", "WEFT_NETWORK", "WEFT_CONTROL_INTERFACE"),
     *("WEFT_DEEP_EP_DEVICE", "WEFT_DEEP_EP_MAX_TOKENS", "WEFT_DEEP_EP_TIMEOUT_S", "WEFT_CONTROL_PORT"),
     *("WEFT_DEEP_EP_STORE", "WEFT_DEEP_EP_NODE_RANKS", "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"),
     "EP_OVERRIDE_RDMA_SL",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ROUTINGS = ("uniform", "zipf", "all_to_one", "empty_rank", "group_limited")
 LAYOUTS = ("rank_major", "expert_major", "masked")
-QUANTIZES = ("none", "fp8", "fp8_ue8m0")
+QUANTIZES = ("none", "fp8", "fp8_ue8m0", "fp8_pow2")
 DTYPES = ("bf16", "fp16", "fp32")
 # mixed: small batches behind a throughput dispatch; staged: small batches in two halves.
 MODES = ("auto", "throughput", "latency", "mixed", "staged")
@@ -107,7 +107,7 @@ def check_fixed(fixed: Fixed) -> None:
     if fixed.mode not in (None, "auto", "throughput") and (fixed.tokens or 0) > MAX_SMALL_TOKENS:
         raise InvalidArgument(f"tokens={fixed.tokens}: at most {MAX_SMALL_TOKENS} with mode={fixed.mode}")
     if fixed.hidden is not None:
-        unit = 16 if fixed.quantize in ("fp8", "fp8_ue8m0") else 8 if fixed.dtype in ("bf16", "fp16") else 4
+        unit = 16 if fixed.quantize not in (None, "none") else 8 if fixed.dtype in ("bf16", "fp16") else 4
         if fixed.hidden % unit != 0:
             raise InvalidArgument(
                 f"hidden={fixed.hidden}: must be a multiple of {unit} with dtype={fixed.dtype or 'any'} and "
@@ -156,6 +156,8 @@ def draw_case(seed: int, fixed: Fixed) -> Case:
     tokens = tuple(free.choice((0, 1, 2, 7, 16, free.randint(0, 60), free.randint(60, 150))) for _ in range(64))[:ranks]
     units = free.choice((1, 2, 3, 5, 9, 17, 33, 64))
     quantize = free.choice(("none", "none", "fp8", "fp8_ue8m0"))
+    if quantize == "fp8_ue8m0" and random.Random(f"weft verify powers {seed}").random() < 0.5:
+        quantize = "fp8_pow2"
     top_k_share = free.random()
     layout = free.choice(LAYOUTS)
     dtype = free.choice(DTYPES)

@@ -145,7 +145,7 @@ void DispatchCall::finish_result() {
   if (wire_scale_bytes_ > 0) {
     result_.scales.block = x_block_;
     result_.scales.block.data = x_block_.data + scales_offset_;
-    const bool is_float = a_.quantize == Quantize::kFp8;
+    const bool is_float = scales_are_floats(a_.quantize);
     shaped(result_.scales, is_float ? Dtype::kFp32 : Dtype::kBytes,
            is_float ? wire_scale_bytes_ / 4 : wire_scale_bytes_);
   }

@@ -124,7 +124,7 @@ WEFT_CLONES void scale_to_e4m3(const float* values, i64 count, float factor, u8*
 // The multiplier of one group; its scale is stored.
 float store_scale(u32 amax_bits, Quantize format, void* scales, i64 group) {
   const ptx::Fp8Scale scale = ptx::fp8_scale(amax_bits, format);
-  if (format == Quantize::kFp8) {
+  if (scales_are_floats(format)) {
     static_cast<float*>(scales)[group] = ptx::bits_float(scale.bits);
   } else {
     static_cast<u8*>(scales)[group] = static_cast<u8>(scale.bits);

@@ -20,7 +20,7 @@ void quantize_contribution(const float* sum, i64 hidden, u8* data, float* scales
 
 WEFT_HD constexpr i64 num_scales(i64 hidden) { return (hidden + kQuantizeGroup - 1) / kQuantizeGroup; }
 WEFT_HD constexpr i64 scale_bytes(i64 hidden, Quantize format) {
-  return num_scales(hidden) * (format == Quantize::kFp8 ? 4 : 1);
+  return num_scales(hidden) * (scales_are_floats(format) ? 4 : 1);
 }
 
 // sum = 0; sum += [weights[r] *] rows[r] in order; sum += bias (or before the rows); all in float, each product and sum rounded; one rounding

@@ -27,7 +27,7 @@ CombineKernelConfig kernel_config(const GpuWindowShape& shape, const CombineSpec
   config.has_side = spec.has_side;
   config.adds_side = spec.has_side && spec.adds_side;
   if (has_nodes(shape)) {
-    config.route = Route::kNodes;
+    config.route = route_of(shape);
     config.node_ranks = static_cast<i32>(shape.node_ranks);
   }
   if (config.is_by_pick() && config.top_k > 32) {

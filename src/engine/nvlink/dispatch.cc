@@ -266,7 +266,7 @@ DispatchResult DispatchCall::heap_result() {
   result.result_rows = num_rows_;
   result.x = rows(x_, a_.quantize == Quantize::kNone ? a_.dtype : Dtype::kBytes, row_bytes_);
   if (scale_bytes_ > 0) {
-    const bool are_fp32 = a_.quantize == Quantize::kNone ? a_.scales_are_fp32 : a_.quantize == Quantize::kFp8;
+    const bool are_fp32 = a_.quantize == Quantize::kNone ? a_.scales_are_fp32 : scales_are_floats(a_.quantize);
     result.scales = rows(scales_, are_fp32 ? Dtype::kFp32 : Dtype::kBytes, scale_bytes_);
   }
   if (a_.cached) return result;

@@ -27,7 +27,7 @@ DispatchKernelConfig kernel_config(const GpuWindowShape& shape, const DispatchSp
   describe_rows(config, shape, spec);
   config.num_groups = static_cast<i32>((shape.max_tokens + 31) / 32);
   if (has_nodes(shape)) {
-    config.route = Route::kNodes;
+    config.route = route_of(shape);
     config.node_ranks = static_cast<i32>(shape.node_ranks);
   }
   config.is_cached = spec.cached;

@@ -86,19 +86,26 @@ std::string key_of_fields(const Config& config) {
   return key;
 }
 
+// In front of a kernel whose route needs it.
+std::string route_header(Route route) {
+  return route == Route::kGin ? "#include \"weft/transport/rail_gin.cuh\"\n" : "";
+}
+
 }  // namespace
 
 std::string render(const DispatchKernelConfig& config) {
-  return entry({"dispatch/entry.cuh", "dispatch", "Dispatch", "dispatch_kernel"}, config);
+  return route_header(config.route) + entry({"dispatch/entry.cuh", "dispatch", "Dispatch", "dispatch_kernel"}, config);
 }
 std::string render(const CombineKernelConfig& config) {
-  return entry({"combine/entry.cuh", "combine", "Combine", "combine_kernel"}, config);
+  return route_header(config.route) + entry({"combine/entry.cuh", "combine", "Combine", "combine_kernel"}, config);
 }
 std::string render(const SmallDispatchKernel& kernel) {
-  return entry({"small/dispatch_entry.cuh", "small_dispatch", "SmallDispatch", "dispatch_kernel"}, kernel.config);
+  return route_header(kernel.config.route) +
+         entry({"small/dispatch_entry.cuh", "small_dispatch", "SmallDispatch", "dispatch_kernel"}, kernel.config);
 }
 std::string render(const SmallCombineKernelConfig& config) {
-  return entry({"small/combine_entry.cuh", "small_combine", "SmallCombine", "combine_kernel"}, config);
+  return route_header(config.route) +
+         entry({"small/combine_entry.cuh", "small_combine", "SmallCombine", "combine_kernel"}, config);
 }
 
 std::string symbol_of(const std::string& source) {
@@ -149,32 +156,34 @@ Kernels::~Kernels() {
   for (cuda::Module module : modules_) cuda::driver().module_unload(module);
 }
 
-const Kernel& Kernels::prepare(const DispatchKernelConfig& config) {
-  return prepare(render(config), static_cast<unsigned>(config.num_threads()),
-                 static_cast<unsigned>(config.shared_bytes()));
+const Kernel& Kernels::prepare(const DispatchKernelConfig& config, const KernelHeaders& headers) {
+  return prepare(headers.prologue + render(config), static_cast<unsigned>(config.num_threads()),
+                 static_cast<unsigned>(config.shared_bytes()), headers.folders);
 }
 
-const Kernel& Kernels::prepare(const SmallDispatchKernel& kernel) {
-  return prepare(render(kernel), static_cast<unsigned>(SmallDispatchKernelConfig::num_threads()),
-                 static_cast<unsigned>(kernel.config.shared_bytes(kernel.num_places)));
+const Kernel& Kernels::prepare(const SmallDispatchKernel& kernel, const KernelHeaders& headers) {
+  return prepare(headers.prologue + render(kernel), static_cast<unsigned>(SmallDispatchKernelConfig::num_threads()),
+                 static_cast<unsigned>(kernel.config.shared_bytes(kernel.num_places)), headers.folders);
 }
 
-const Kernel& Kernels::prepare(const SmallCombineKernelConfig& config) {
-  return prepare(render(config), static_cast<unsigned>(SmallCombineKernelConfig::num_threads()), 0);
+const Kernel& Kernels::prepare(const SmallCombineKernelConfig& config, const KernelHeaders& headers) {
+  return prepare(headers.prologue + render(config), static_cast<unsigned>(SmallCombineKernelConfig::num_threads()), 0,
+                 headers.folders);
 }
 
-const Kernel& Kernels::prepare(const CombineKernelConfig& config) {
-  return prepare(render(config), static_cast<unsigned>(config.num_threads()),
-                 static_cast<unsigned>(config.shared_bytes()));
+const Kernel& Kernels::prepare(const CombineKernelConfig& config, const KernelHeaders& headers) {
+  return prepare(headers.prologue + render(config), static_cast<unsigned>(config.num_threads()),
+                 static_cast<unsigned>(config.shared_bytes()), headers.folders);
 }
 
-const Kernel& Kernels::prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes) {
+const Kernel& Kernels::prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes,
+                               const std::vector<std::string>& folders) {
   const std::lock_guard lock(mutex_);
   // Windows of other sizes launch the same code with more or less shared memory.
   const auto key = std::pair(source, shared_bytes);
   const auto found = loaded_.find(key);
   if (found != loaded_.end()) return found->second;
-  const std::string cubin = compiler_.cubin(source);
+  const std::string cubin = compiler_.cubin(source, folders);
   cuda::Module module = nullptr;
   cuda::check(cuda::driver().module_load(&module, cubin.data()), "cuModuleLoadData");
   modules_.push_back(module);

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/cuda_driver.h"
 #include "jit/compiler.h"
@@ -19,6 +20,12 @@ struct Kernel {
   cuda::Function function = nullptr;
   unsigned num_threads = 0;
   unsigned shared_bytes = 0;  // dynamic
+};
+
+// Of others, that a kernel includes (gin_network.h).
+struct KernelHeaders {
+  std::string prologue;              // in front of the source; names the headers by their content
+  std::vector<std::string> folders;  // where they lie
 };
 
 std::string render(const DispatchKernelConfig& config);
@@ -46,12 +53,13 @@ class Kernels {
   Kernels& operator=(const Kernels&) = delete;
 
   // Compiles or loads at the first call of a configuration. Errors: kCompileError, kCudaError.
-  const Kernel& prepare(const DispatchKernelConfig& config);
-  const Kernel& prepare(const CombineKernelConfig& config);
-  const Kernel& prepare(const SmallDispatchKernel& kernel);
-  const Kernel& prepare(const SmallCombineKernelConfig& config);
+  const Kernel& prepare(const DispatchKernelConfig& config, const KernelHeaders& headers = {});
+  const Kernel& prepare(const CombineKernelConfig& config, const KernelHeaders& headers = {});
+  const Kernel& prepare(const SmallDispatchKernel& kernel, const KernelHeaders& headers = {});
+  const Kernel& prepare(const SmallCombineKernelConfig& config, const KernelHeaders& headers = {});
   // `shared_bytes`: dynamic. Any thread.
-  const Kernel& prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes);
+  const Kernel& prepare(const std::string& source, unsigned num_threads, unsigned shared_bytes,
+                        const std::vector<std::string>& folders = {});
   int shared_bytes() const { return shared_bytes_; }  // a block may have
   int num_multiprocessors() const { return num_multiprocessors_; }
 

@@ -15,12 +15,16 @@ namespace {
 }
 
 void check_call(const GpuWindowShape& shape, const CallSpec& spec, i64 record_bytes) {
-  if (spec.is_small) refuse("a small batch", "mode=\"throughput\"");
+  if (spec.is_small && has_gin(shape)) {
+    refuse("small batches over NCCL's network", "mode=\"throughput\" and staged=False, or WEFT_NETWORK=block");
+  }
   if (record_bytes > shape.landing_row_bytes) {
     refuse("rows of " + std::to_string(record_bytes) + " bytes",
            "at most " + std::to_string(shape.landing_row_bytes) + " in this window");
   }
-  if (spec.layout != Layout::kRankMajor && shape.top_k > 32) refuse("more than 32 picks by expert", "rank_major");
+  if (!spec.is_small && spec.layout != Layout::kRankMajor && shape.top_k > 32) {
+    refuse("more than 32 picks by expert", "rank_major");
+  }
 }
 
 }  // namespace
@@ -34,13 +38,16 @@ RailLayout rail_layout(const GpuWindowShape& shape) {
 }
 
 u64 rail_argument(const GpuWindowShape& shape) {
-  transport::BlockRail rail;
-  rail.layout = rail_layout(shape);
-  return align_up(rail.num_bytes(shape.num_ranks), kCacheLine);
+  const auto end_of = [&](auto rail) {
+    rail.layout = rail_layout(shape);
+    return align_up(rail.num_bytes(shape.num_ranks), kCacheLine);
+  };
+  return has_gin(shape) ? end_of(transport::GinRail()) : end_of(transport::BlockRail());
 }
 
 u64 rail_bytes(const GpuWindowShape& shape) {
-  return has_nodes(shape) ? rail_argument(shape) + sizeof(transport::BlockRail) : 0;
+  if (!has_nodes(shape)) return 0;
+  return rail_argument(shape) + (has_gin(shape) ? sizeof(transport::GinRail) : sizeof(transport::BlockRail));
 }
 
 i64 forward_plan_len(const GpuWindowShape& shape) {
@@ -62,12 +69,19 @@ i64 landing_rows_a_token(const GpuWindowShape& shape, u64 active) {
   return most_parts * shape.node_ranks;
 }
 
+i64 ring_records(const GpuWindowShape& shape, i32 record_bytes) {
+  const RailLayout rail = rail_layout(shape);
+  return static_cast<i64>(rail.slot_bytes / static_cast<u64>(record_bytes)) * rail.num_slots;
+}
+
+void refuse_small(const std::string& what) { refuse(what, "more SMs, fewer tokens, or mode=\"throughput\""); }
+
 void check_nodes(const GpuWindowShape& shape, const DispatchSpec& spec) {
   if (!has_nodes(shape)) return;
   const i64 scale_bytes = wire_scale_bytes(spec);
   check_call(shape, spec, wire_row_bytes(spec) + scale_bytes);
   if (spec.tells_need) refuse("a call that tells of too many tokens", "max_tokens as large as the largest batch");
-  if (spec.quantize == Quantize::kNone && (scale_bytes % 16 != 0 || spec.scale_stride > 0))
+  if (!spec.is_small && spec.quantize == Quantize::kNone && (scale_bytes % 16 != 0 || spec.scale_stride > 0))
     refuse("scales of " + std::to_string(scale_bytes) + " bytes", "rows of scales of a multiple of 16 bytes");
 }
 

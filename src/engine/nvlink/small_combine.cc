@@ -22,6 +22,10 @@ SmallCombineKernelConfig small_kernel(const GpuWindowShape& shape, const Combine
   config.adds_side = spec.has_side && spec.adds_side;
   config.sends = spec.sends;
   config.receives = spec.receives;
+  if (has_nodes(shape)) {
+    config.route = route_of(shape);
+    config.node_ranks = static_cast<i32>(shape.node_ranks);
+  }
   return config;
 }
 
@@ -57,6 +61,26 @@ void SmallCombineCall::check() const {
     throw_invalid_argument(
         "contributions of " + std::to_string(slot_bytes) +
         " bytes; allowed in a small-batch call of this window: " + std::to_string(w_.layout_.small_row_bytes));
+  }
+  if (has_nodes(w_.shape_)) check_rings();
+}
+
+// With nodes: blocks that send never wait for what they have sent themselves, and each contribution has a place of its own.
+void SmallCombineCall::check_rings() const {
+  const SmallSplit split = SmallSplit::make(config_, static_cast<i32>(a_.max_tokens), a_.num_blocks);
+  const i32 tokens_each = static_cast<i32>((a_.max_tokens + a_.num_blocks - 1) / a_.num_blocks);
+  const i64 each = split.num_units(static_cast<i32>(a_.max_tokens), 0, a_.num_blocks) +
+                   config_.num_side_records(tokens_each, split.part);
+  const i64 most = ring_records(w_.shape_, config_.record_bytes(split.part));
+  const std::string what = "a sum of a small batch of " + std::to_string(a_.max_tokens) + " tokens";
+  if (each > most) {
+    refuse_small(what + " on " + std::to_string(a_.num_blocks) + " SMs, whose rings hold " + std::to_string(most) +
+                 " parts of rows each");
+  }
+  const i64 places = landing_rows_a_token(w_.shape_, w_.active_) * a_.max_tokens;
+  if (places > w_.shape_.num_ranks * w_.shape_.small_tokens) {
+    refuse_small(what + " among these members, which takes places for " + std::to_string(places) + " rows of " +
+                 std::to_string(w_.shape_.num_ranks * w_.shape_.small_tokens));
   }
 }
 
@@ -97,6 +121,11 @@ kernels::SmallCombineKernelArgs SmallCombineCall::kernel_arguments() const {
   args.owner_weights = reinterpret_cast<const float*>(a_.owner_weights);
   args.owner_id_words = a_.owner_ids_are_int64 ? 2 : 1;
   if (a_.owner_ids != 0) args.owner_ids = reinterpret_cast<const i32*>(a_.owner_ids) + args.owner_id_words - 1;
+  args.rail = w_.rail();
+  if (args.rail != nullptr) {
+    args.forward_plan =
+        args.send_plan + gpu_send_plan_len(a_.num_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout);
+  }
   return args;
 }
 

@@ -17,6 +17,7 @@ class SmallCombineCall {
 
  private:
   void check() const;
+  void check_rings() const;
   const Kernel& prepare();
   kernels::SmallCombineKernelArgs kernel_arguments() const;
 

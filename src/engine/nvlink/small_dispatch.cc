@@ -17,6 +17,10 @@ SmallDispatchKernel small_kernel(const GpuWindowShape& shape, const DispatchSpec
   config.is_cached = spec.cached;
   config.sends = spec.sends;
   config.receives = spec.receives;
+  if (has_nodes(shape)) {
+    config.route = route_of(shape);
+    config.node_ranks = static_cast<i32>(shape.node_ranks);
+  }
   config.scale_word_bytes = spec.receives ? spec.scale_word_bytes : 0;
   if (spec.cached) return kernel;
   const i64 units = std::max<i64>(shape.small_tokens, spec.num_blocks);
@@ -76,6 +80,7 @@ void SmallDispatchCall::check() const {
                            std::to_string(w_.shape_.small_tokens) + ", or mode=\"throughput\"");
   }
   most_rows(w_.shape_, a_);
+  if (has_nodes(w_.shape_)) check_rings();
   const i64 slot_bytes = static_cast<i64>(align_up(static_cast<u64>(wire_row_bytes(a_)), 16)) + wire_scale_bytes(a_);
   if (slot_bytes > static_cast<i64>(w_.layout_.small_row_bytes)) {
     throw_invalid_argument("rows of " + std::to_string(slot_bytes) +
@@ -84,10 +89,21 @@ void SmallDispatchCall::check() const {
   }
 }
 
+// With nodes: blocks that send never wait for what they have sent themselves.
+void SmallDispatchCall::check_rings() const {
+  const SmallDispatchKernel kernel = small_kernel(w_.shape_, a_, w_.gpu_->kernels->shared_bytes());
+  const i64 each = (a_.max_tokens + a_.num_blocks - 1) / a_.num_blocks;
+  const i64 most = ring_records(w_.shape_, kernel.config.record_bytes());
+  if (each > most) {
+    refuse_small("a small batch of " + std::to_string(a_.max_tokens) + " tokens on " + std::to_string(a_.num_blocks) +
+                 " SMs, whose rings hold " + std::to_string(most) + " rows each");
+  }
+}
+
 // Fewer tokens than blocks: each row is split among several. One that is quantised is not: the steps in which it is quantised
 // and stored are not those in which bytes and scales are copied, and blocks wait for those of their own number only.
 i32 SmallDispatchCall::num_parts() const {
-  if (a_.quantize != Quantize::kNone) return 1;
+  if (a_.quantize != Quantize::kNone || has_nodes(w_.shape_)) return 1;  // a row is one record of a ring
   return static_cast<i32>(std::max<i64>(a_.num_blocks / std::max<i64>(a_.max_tokens, 1), 1));
 }
 
@@ -117,6 +133,11 @@ kernels::SmallDispatchKernelArgs SmallDispatchCall::kernel_arguments(const Windo
   args.recv_plan = reinterpret_cast<i32*>(a_.recv_plan);
   std::tie(args.counts, args.offsets, args.num_rows) = parts_of_sizes(w_.shape_, a_.layout, a_.sizes);
   args.overflow = reinterpret_cast<i64*>(a_.overflow);
+  args.rail = w_.rail();
+  if (args.rail != nullptr) {
+    args.forward_plan =
+        args.send_plan + gpu_send_plan_len(a_.num_tokens, w_.shape_.top_k, w_.shape_.num_ranks, a_.layout);
+  }
   return args;
 }
 

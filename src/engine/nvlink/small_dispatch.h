@@ -22,6 +22,7 @@ class SmallDispatchCall {
 
  private:
   void check() const;
+  void check_rings() const;
   const Kernel& prepare();
   i32 num_parts() const;
   kernels::SmallDispatchKernelArgs kernel_arguments(const Window::Turn& turn) const;

@@ -43,13 +43,15 @@ struct Window::Remains {
 };
 
 Window::Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, const GpuWindowShape& shape,
-               u64 heap_bytes, u64 deadline_ns, const Poll& poll)
+               const WindowMemory& memory, u64 deadline_ns, const Poll& poll)
     : comm_(std::move(comm)),
       gpu_(std::move(gpu)),
       shape_(shape),
       layout_(checked_layout(shape)),
-      heap_bytes_(align_up(heap_bytes, Heap::kAlignment)),
+      heap_bytes_(align_up(memory.heap_bytes, Heap::kAlignment)),
       id_(comm_->next_window_id()),
+      nccl_paths_(memory.nccl),
+      nccl_(has_gin(shape) ? std::make_shared<nccl::Library>(memory.nccl.library) : nullptr),
       peers_(static_cast<size_t>(shape.num_ranks)) {
   comm_->check_one_machine("a window");
   hash_ = hash_bytes(&shape_, sizeof(shape_), hash_bytes(&id_, sizeof(id_)));
@@ -86,6 +88,7 @@ void Window::close() {
     static_cast<void>(new std::vector<Peer>(std::move(peers_)));
     static_cast<void>(new DeviceMemory(std::move(control_)));
     static_cast<void>(new DeviceMemory(std::move(rail_)));
+    static_cast<void>(network_.release());
     static_cast<void>(new std::shared_ptr<ReceiveHeap>(std::move(heap_)));
     static_cast<void>(new std::vector<std::shared_ptr<ReceiveHeap>>(std::move(old_heaps_)));
     static_cast<void>(new std::shared_ptr<Event>(std::move(last_captured_)));
@@ -99,19 +102,30 @@ void Window::close() {
   // Results that are still held keep the heap. The page comes first: it goes last, and with it what holds the GPU, to which the
   // event goes back.
   struct Rest {
+    // Where NCCL has not ended, what NICs may still write stays as it is.
+    ~Rest() {
+      if (network != nullptr && !network->close()) static_cast<void>(new DeviceMemory(std::move(rail)));
+    }
     std::shared_ptr<void> page;
     std::shared_ptr<Event> captured;
     std::vector<Peer> peers;
     DeviceMemory control;
     DeviceMemory rail;
+    std::unique_ptr<GinNetwork> network;
     std::shared_ptr<ReceiveHeap> heap;
     std::vector<std::shared_ptr<ReceiveHeap>> old_heaps;
   };
   std::shared_ptr<void> page(std::exchange(host_, nullptr),
                              [gpu = gpu_](void* host) { gpu->give_back_host_page(host); });
-  auto rest =
-      std::make_shared<Rest>(Rest{std::move(page), std::move(last_captured_), std::move(peers_), std::move(control_),
-                                  std::move(rail_), std::move(heap_), std::move(old_heaps_)});
+  auto rest = std::make_shared<Rest>();
+  rest->page = std::move(page);
+  rest->captured = std::move(last_captured_);
+  rest->peers = std::move(peers_);
+  rest->control = std::move(control_);
+  rest->rail = std::move(rail_);
+  rest->network = std::move(network_);
+  rest->heap = std::move(heap_);
+  rest->old_heaps = std::move(old_heaps_);
   if (remains_ == nullptr) return gpu_->clean_up(std::move(rest));
   remains_->rest = std::move(rest);
   remains_.reset();

@@ -14,6 +14,7 @@
 
 #include "base/clock.h"
 #include "engine/communicator.h"
+#include "engine/nvlink/gin_network.h"
 #include "engine/nvlink/gpu.h"
 #include "engine/nvlink/gradients.h"
 #include "engine/nvlink/need_room.h"
@@ -37,11 +38,17 @@ struct BadIds {
   i64 first_at = 0;  // flat position in topk_idx
 };
 
+// What a rank's window is made of; the shape is that of all ranks.
+struct WindowMemory {
+  u64 heap_bytes = 0;  // without the landing
+  NcclPaths nccl;      // where the shape wants it
+};
+
 class Window : public CallWindow {
  public:
   // Collective among the active ranks. Errors: as cpu::Window, and kCudaError.
-  Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, const GpuWindowShape& shape, u64 heap_bytes,
-         u64 deadline_ns, const Poll& poll);
+  Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, const GpuWindowShape& shape,
+         const WindowMemory& memory, u64 deadline_ns, const Poll& poll);
   ~Window() override;
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
@@ -87,6 +94,8 @@ class Window : public CallWindow {
   // int32 that a send plan has behind it: with nodes.
   i64 forward_plan_len() const { return nvlink::forward_plan_len(shape_); }
   int gpu_index() const override { return gpu_->index; }
+  // Of nodes, what leads between them: "PROXY over RAIL connections of NCCL 2.32.3"; "": a block of each grid, or nothing.
+  std::string network_text() const { return network_ == nullptr ? "" : network_->text(); }
 
   void notice_closed(u64 ranks) override;
   void leave_waits() override;
@@ -131,8 +140,8 @@ class Window : public CallWindow {
     std::string key = key_of(config);
     const auto known = prepared_.find(key);
     if (known != prepared_.end()) return *known->second;
-    const Kernel& kernel =
-        load(render(config), [&]() -> const Kernel& { return gpu_->kernels->prepare(config); }, timeout_ns, poll);
+    const auto compiled = [&]() -> const Kernel& { return gpu_->kernels->prepare(config, kernel_headers()); };
+    const Kernel& kernel = load(render(config), compiled, timeout_ns, poll);
     if (prepared_.size() >= kMostPrepared) prepared_.clear();
     prepared_.emplace(std::move(key), &kernel);
     return kernel;
@@ -169,7 +178,11 @@ class Window : public CallWindow {
   // With nodes: the kernels' argument; else null.
   const void* rail() const { return has_nodes(shape_) ? rail_.data() + rail_argument(shape_) : nullptr; }
   // Blocks of a launch that are the network.
-  i32 num_network_blocks() const { return has_nodes(shape_) ? 1 : 0; }
+  // Peers' rails are mapped: a block of each grid is the network.
+  bool shares_rails() const { return has_nodes(shape_) && !has_gin(shape_); }
+  i32 num_network_blocks() const { return shares_rails() ? 1 : 0; }
+  // What kernels include besides, with NCCL's network.
+  KernelHeaders kernel_headers() const;
   // Offset from the start of the heap memory, as placements have it.
   u64 heap_offset(u64 address) const { return address - heap_->memory().address(); }
 
@@ -214,6 +227,8 @@ class Window : public CallWindow {
                const Poll& poll);
   std::string attach(const std::vector<int>& ranks, const std::vector<Parcel>& parcels, std::vector<Peer>& peers);
   void install_rail();
+  void open_network(const std::vector<int>& ranks, const nccl::UniqueId& id, u64 deadline_ns, const Poll& poll);
+  void end_network();
   void install(const std::vector<int>& ranks, u32 epoch, Memory memory, std::vector<Peer> peers);
 
   // ---- What it has ready from the beginning, and its end (window.cc)
@@ -236,8 +251,11 @@ class Window : public CallWindow {
   transport::HostWords* host_ = nullptr;
   transport::WindowView view_;  // for the kernel's arguments
   DeviceMemory control_;
-  DeviceMemory rail_;  // with nodes
-  u64 active_ = 0;     // ranks of this epoch
+  const NcclPaths nccl_paths_;
+  std::shared_ptr<const nccl::Library> nccl_;  // null: not the network
+  DeviceMemory rail_;                          // with nodes
+  std::unique_ptr<GinNetwork> network_;        // of this epoch; ends before its memory
+  u64 active_ = 0;                             // ranks of this epoch
   std::shared_ptr<ReceiveHeap> heap_;
   std::vector<std::shared_ptr<ReceiveHeap>> old_heaps_;  // that captured graphs point to
   std::vector<Peer> peers_;

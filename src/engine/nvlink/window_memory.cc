@@ -14,7 +14,9 @@
 namespace weft::nvlink {
 namespace {
 
-constexpr u64 kAttachedBit = u64{1} << 58;  // beside the tag of a new window: the exchange whether all was mapped
+// Beside the tag of a new window: the exchange whether all was mapped, and whether all have the network.
+constexpr u64 kAttachedBit = u64{1} << 58;
+constexpr u64 kNetworkBit = u64{1} << 57;
 
 // What a rank says of its memory. Plain bytes.
 struct MemoryOffer {
@@ -24,6 +26,9 @@ struct MemoryOffer {
   u64 rail_bytes = 0;
   i32 gpu_index = 0;
   u32 is_rail_missing = 0;  // of what could not be made
+  nccl::UniqueId network;   // with NCCL's network, of the first rank
+  i32 nccl_version = 0;
+  i32 unused = 0;
 };
 
 template <class Plain>
@@ -44,7 +49,7 @@ Plain from_bytes(const std::vector<std::byte>& bytes, int rank) {
 std::string shape_text(const GpuWindowShape& shape) {
   return std::to_string(shape.num_experts) + " experts, top_k " + std::to_string(shape.top_k) + ", " +
          std::to_string(shape.max_tokens) + " tokens, landing rows of " + std::to_string(shape.landing_row_bytes) +
-         " bytes, " + std::to_string(shape.num_blocks) + " blocks";
+         " bytes, " + std::to_string(shape.num_blocks) + " blocks" + (has_gin(shape) ? ", NCCL between nodes" : "");
 }
 
 }  // namespace
@@ -82,12 +87,17 @@ void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epo
                      const Poll& poll) {
   Memory memory = allocate();
   const bool has_memory = memory.heap.is_mapped();
-  const MemoryOffer mine{shape_,
-                         has_memory ? memory.control.bytes() : 0,
-                         has_memory ? memory.heap.bytes() : layout_.landing_bytes + heap_bytes_,
-                         has_memory ? memory.rail.bytes() : rail_bytes(shape_),
-                         gpu_->index,
-                         memory.is_rail_missing ? 1u : 0u};
+  MemoryOffer mine{shape_,
+                   has_memory ? memory.control.bytes() : 0,
+                   has_memory ? memory.heap.bytes() : layout_.landing_bytes + heap_bytes_,
+                   has_memory ? memory.rail.bytes() : rail_bytes(shape_),
+                   gpu_->index,
+                   memory.is_rail_missing ? 1u : 0u,
+                   {},
+                   nccl_ != nullptr ? nccl_->version() : 0};
+  if (nccl_ != nullptr && ranks.front() == comm_->rank()) {
+    nccl_->check(nccl_->get_unique_id(&mine.network), "ncclGetUniqueId");
+  }
   const auto exchange = [&](u64 step_tag, const std::vector<std::byte>& bytes, const std::vector<int>& fds) {
     return plane == nullptr ? comm_->exchange(step_tag, bytes, fds, deadline_ns, poll)
                             : plane->exchange(ranks, step_tag, bytes, fds, deadline_ns, poll);
@@ -97,7 +107,7 @@ void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epo
     const OwnedFd control_fd = memory.control.share(), heap_fd = memory.heap.share();
     std::vector<int> fds = {control_fd.get(), heap_fd.get()};
     OwnedFd rail_fd;
-    if (has_nodes(shape_)) fds.push_back((rail_fd = memory.rail.share()).get());
+    if (shares_rails()) fds.push_back((rail_fd = memory.rail.share()).get());
     parcels = exchange(tag, to_bytes(mine), fds);
   } else {
     parcels = exchange(tag, to_bytes(mine), {});
@@ -114,13 +124,32 @@ void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epo
   }
   if (!failure.empty()) throw_invalid_argument(failure);
   install(ranks, epoch, std::move(memory), std::move(peers));
+  if (nccl_ == nullptr) return;
+  const auto first = from_bytes<MemoryOffer>(parcels[ranks.front()].bytes, ranks.front());
+  ErrorCode code = ErrorCode::kUnsupported;
+  try {
+    open_network(ranks, first.network, deadline_ns, poll);
+  } catch (const Error& error) {
+    failure = error.text;
+    code = error.code;
+  }
+  const std::vector<std::byte> said(1, std::byte{failure.empty() ? u8{0} : u8{1}});
+  const std::vector<Parcel> all = exchange(plane == nullptr ? tag | kNetworkBit : tag + 2, said, {});
+  for (int rank : ranks) {
+    if (failure.empty() && all[rank].bytes != std::vector<std::byte>(1)) {
+      failure = "rank " + std::to_string(rank) + " has no network of NCCL; its error says why";
+    }
+  }
+  if (failure.empty()) return;
+  end_network();
+  throw Error(code, failure, "connect");
 }
 
 // Maps what the peers offer. Returns why not, or nothing.
 std::string Window::attach(const std::vector<int>& ranks, const std::vector<Parcel>& parcels,
                            std::vector<Peer>& peers) {
   num_sharing_ = 0;
-  const size_t num_fds = has_nodes(shape_) ? 3 : 2;
+  const size_t num_fds = shares_rails() ? 3 : 2;
   const RailMap map = rail_map(shape_, ~u64{0});
   for (int rank : ranks) {
     const auto offer = from_bytes<MemoryOffer>(parcels[rank].bytes, rank);
@@ -128,6 +157,10 @@ std::string Window::attach(const std::vector<int>& ranks, const std::vector<Parc
     if (std::memcmp(&offer.shape, &shape_, sizeof(shape_)) != 0) {
       return "the window of " + name + " has another shape (" + shape_text(offer.shape) + "), this rank's has " +
              shape_text(shape_) + "; shapes must be equal";
+    }
+    if (nccl_ != nullptr && offer.nccl_version != nccl_->version()) {
+      return name + " has NCCL " + nccl::version_text(offer.nccl_version) + ", this rank " + nccl_->version_text() +
+             "; between nodes all ranks need the same";
     }
     if (offer.is_rail_missing != 0) {
       return name + " has no room left on its GPU (" + rail_memory_text(offer.rail_bytes) +
@@ -141,7 +174,7 @@ std::string Window::attach(const std::vector<int>& ranks, const std::vector<Parc
     num_sharing_ += comm_->is_local() && offer.gpu_index == gpu_->index ? 1 : 0;
     peers[rank].heap_bytes = offer.heap_bytes;
     if (rank == comm_->rank()) continue;
-    bool is_rail = has_nodes(shape_);
+    bool is_rail = shares_rails();
     try {
       if (is_rail) peers[rank].rail = DeviceMemory::attach(gpu_->device, parcels[rank].fds[2], offer.rail_bytes);
       is_rail = false;
@@ -207,7 +240,7 @@ void Window::install(const std::vector<int>& ranks, u32 epoch, Memory memory, st
   view_.heap_bytes[me] = heap_->memory().bytes();
   cuda::check(cuda::driver().copy_from_host_async(control_.address(), &words, sizeof(words), gpu_->house_keeping),
               "cuMemcpyHtoDAsync");
-  if (has_nodes(shape_)) install_rail();
+  if (shares_rails()) install_rail();
   gpu_->settle();
 }
 
@@ -224,6 +257,40 @@ void Window::install_rail() {
   gpu_->settle();
 }
 
+// R13: a communicator of NCCL's for each epoch, on the memory that is in its place by now.
+void Window::open_network(const std::vector<int>& ranks, const nccl::UniqueId& id, u64 deadline_ns, const Poll& poll) {
+  GinOpening opening;
+  opening.context = gpu_->context;
+  opening.ranks = ranks;
+  opening.rank = comm_->rank();
+  opening.map = rail_map(shape_, active_);
+  opening.layout = rail_layout(shape_);
+  opening.id = id;
+  opening.memory = rail_.data();
+  opening.num_bytes = rail_.bytes();
+  network_ = GinNetwork::open(nccl_, opening, deadline_ns, poll,
+                              [this] { static_cast<void>(new DeviceMemory(std::move(rail_))); });
+  log_line(kLogInfo, "rank " + std::to_string(comm_->rank()) + ": between nodes " + network_->text());
+  const transport::GinRail argument = network_->argument();
+  cuda::check(cuda::driver().copy_from_host_async(rail_.address() + rail_argument(shape_), &argument, sizeof(argument),
+                                                  gpu_->house_keeping),
+              "cuMemcpyHtoDAsync");
+  gpu_->settle();
+}
+
+// Before its memory is replaced.
+void Window::end_network() {
+  const std::unique_ptr<GinNetwork> network = std::move(network_);
+  if (network == nullptr || network->close()) return;
+  static_cast<void>(new DeviceMemory(std::move(rail_)));
+  throw_invalid_state("NCCL has not ended the network of the old epoch after 10 s; nothing goes on in this window");
+}
+
+KernelHeaders Window::kernel_headers() const {
+  if (network_ == nullptr) return {};
+  return {network_->macros() + nccl_paths_.prologue, nccl_paths_.includes};
+}
+
 void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32 epoch, u64 deadline_ns,
                    const Poll& poll) {
   const cuda::ContextScope scope(gpu_->context);
@@ -235,7 +302,9 @@ void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, 
   // Work that still reads tensors which were let go: as long as there is time, wait, so that the heap can keep its place.
   constexpr u64 kPatienceNs = 200'000'000;
   wait_on_host([&] { return heap_->is_settled(); }, std::min(deadline_ns, now_ns() + kPatienceNs), poll);
+  end_network();
   connect(&plane, ranks, epoch, tag, deadline_ns, poll);
+  prepared_.clear();  // the network's backend may be another one
   *host_ = transport::HostWords();
   host_->timeout_ns = timeout_ns_;  // a graph may be the first to run
   last_event_.reset();

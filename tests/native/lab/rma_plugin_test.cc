@@ -299,14 +299,19 @@ TEST(settings_are_taken_or_named) {
   CHECK_EQ(settings.model.seed, 9u);
   CHECK_EQ(settings.faults_path, "/a/b");
   CHECK_EQ(settings.report_path, "/a/c");
-  CHECK(parse_settings("").model.spread_ns > 0);  // reordering is on
-  for (const char* bad : {"ports=0", "ports=9", "gb_s=x", "gb_s=-1", "latency_us=", "speed=3"}) {
+  CHECK(parse_settings("").model.spread_ns > 0);                     // reordering is on
+  CHECK_EQ(parse_settings("gb_s=0.0").model.port_bytes_per_s, 0.0);  // no limit, as without it
+  for (const char* bad :
+       {"ports=0", "ports=9", "gb_s=x", "gb_s=-1", "gb_s=nan", "gb_s=inf", "gb_s=", "latency_us=", "speed=3"}) {
     CHECK_THROWS(parse_settings(bad), Error,
                  [](const Error& error) { CHECK(error.code == ErrorCode::kInvalidArgument); });
   }
   set_nic("speed=3");
   rma::Properties properties{};
   CHECK_EQ(plugin().properties(0, &properties), rma::kInvalidArgument);
+  set_nic("ports=2,gb_s=0.0");  // NCCL plans with a rate all the same
+  CHECK_EQ(plugin().properties(0, &properties), rma::kSuccess);
+  CHECK(properties.speed_mbps > 0);
   set_nic("ports=2,gb_s=5");
   CHECK_EQ(plugin().properties(0, &properties), rma::kSuccess);
   CHECK_EQ(properties.speed_mbps, 80'000);

@@ -179,12 +179,16 @@ TEST(contributions_have_scales_of_powers_of_two_whose_products_are_exact) {
   const auto check = [](u32 bits) {
     const ptx::Fp8WireScale wire = ptx::fp8_wire_scale(bits);
     const ptx::Fp8Scale ue8m0 = ptx::fp8_scale(bits, Quantize::kFp8Ue8m0);
+    const ptx::Fp8Scale pow2 = ptx::fp8_scale(bits, Quantize::kFp8Pow2);
     if (bits >= 0x7f800000u) {
+      CHECK(ue8m0.bits == 255 && std::isnan(pow2.factor) && std::isnan(ptx::bits_float(pow2.bits)));
       CHECK(std::isnan(wire.factor) && std::isnan(wire.scale));
       return;
     }
     CHECK_EQ(wire.factor * wire.scale, 1.0f);
     CHECK_EQ(ptx::float_bits(wire.scale), std::min(ue8m0.bits, 246u) << 23);
+    CHECK_EQ(pow2.bits, ue8m0.bits << 23);
+    CHECK_EQ(pow2.factor, ue8m0.factor);
     CHECK(std::isfinite(448.0f * wire.scale));
   };
   for (std::uint32_t exponent = 0; exponent < 256; ++exponent) {

@@ -73,7 +73,7 @@ class Combine {
     }
     __syncwarp();
     const i32 warp = static_cast<i32>(threadIdx.x / ptx::kWarpLanes);
-    const bool is_right = nodes.relay_calls(warp, kConfig.num_warps(), [](const auto&, const u8*, i32) {});
+    const bool is_right = nodes.relay_calls(warp, kConfig.num_warps(), [](const auto&, const u8*, i32, i32) {});
     return is_right ? transport::Verdict::kOk : transport::Verdict::kBroken;
   }
 

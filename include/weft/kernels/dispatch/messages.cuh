@@ -42,7 +42,7 @@ class DispatchMessages : public DispatchIds<kConfig> {
     meet();
     const i32 node = thread();
     if (node < kNodes && s.forwarder[node] >= 0) nodes_.put_message(s.forwarder[node], message_bytes(node));
-    return nodes_.relay_calls(warp - 1, kCountWarps, [this](const auto& words, const u8* message, i32 mate) {
+    return nodes_.relay_calls(warp - 1, kCountWarps, [this](const auto& words, const u8* message, i32, i32 mate) {
       if constexpr (kConfig.is_cached) return;
       const auto count = [&](i32 index, i32 at) {
         return reinterpret_cast<const i32*>(message + nodes_.layout().counts(index))[at];

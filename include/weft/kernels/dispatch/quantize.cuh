@@ -101,7 +101,7 @@ class DispatchQuantize : public DispatchState<kConfig> {
 
   __device__ static void store_scale(u8* stage, i32 column, u32 bits) {
     u8* scales = stage + kConfig.scales_at();
-    if constexpr (kConfig.quantize == Quantize::kFp8) {
+    if constexpr (scales_are_floats(kConfig.quantize)) {
       reinterpret_cast<u32*>(scales)[column / kQuantizeGroup] = bits;
     } else {
       scales[column / kQuantizeGroup] = static_cast<u8>(bits);

@@ -30,6 +30,8 @@ struct SmallCombineKernelArgs {
   // Beside owner_weights, or null: a pick whose word, the upper one of an id of two, is below 0 is absent.
   const i32* owner_ids = nullptr;
   i32 owner_id_words = 1;
+  const void* rail = nullptr;         // with nodes: a BlockRail
+  const i32* forward_plan = nullptr;  // with nodes: GpuForwardPlan
 };
 
 }  // namespace weft::kernels

@@ -6,6 +6,7 @@
 // Warps: kWorkers move rows; one sends headers, one waits for those of others; these two have side values as well.
 #pragma once
 
+#include "weft/kernels/small/combine_nodes.cuh"
 #include "weft/kernels/small/combine_push.cuh"
 #include "weft/kernels/small/combine_reduce.cuh"
 #include "weft/kernels/small/combine_side.cuh"
@@ -34,27 +35,48 @@ class SmallCombine {
       const transport::Flight flight =
           transport::begin_flight(b_.a.view, b_.a.print, b_.a.object, b_.a.recv_plan, kPart);
       if (flight.is_dead) return;
+      init(flight);
       if (warp_ < kWorkers) send(flight, push);
       if (warp_ == kSayWarp) say(flight);
+      if constexpr (kConfig.has_nodes()) {
+        if (warp_ == kHearWarp) hear_mates(flight);
+      }
       if constexpr (kConfig.receives) receive(flight);
     } else {
       const transport::Flight flight =
           transport::begin_flight(b_.a.view, b_.a.print, b_.a.object, b_.a.recv_plan, kPart);
-      if (!flight.is_dead) receive(flight);
+      if (flight.is_dead) return;
+      init(flight);
+      receive(flight);
     }
   }
 
  private:
   using Verdict = transport::Verdict;
-  static constexpr u32 kStored = 1, kHeard = 2;  // barriers of the workers with one of the other two warps
+  // Barriers of the workers with one of the other two warps; the last three with nodes: contributions of mates are here, sums for
+  // others are made, own ones are added.
+  static constexpr u32 kStored = 1, kHeard = 2, kMatesHeard = 3, kForwarded = 4, kAdded = 5;
   static constexpr u32 kWithOne = static_cast<u32>(kWorkers + 1) * ptx::kWarpLanes;
 
-  // Of the waits for the early units and for all; each has its word, for warps that are slow to read the first.
+  // Of the waits for the early units, with nodes for mates, and for all; each has its word, for warps that are slow to read the first.
   __device__ static Verdict& verdict(bool is_early) {
     __shared__ Verdict verdicts[2];
     return verdicts[is_early ? 0 : 1];
   }
 
+  using Sums = SmallCombineNodes<kConfig>;
+
+  __device__ void init(const transport::Flight& flight) const {
+    if constexpr (kConfig.has_nodes()) {
+      Sums(b_, flight).init();
+      __syncthreads();
+    }
+  }
+  // Whom this rank sends headers.
+  __device__ bool tells(const transport::Flight& flight) const {
+    if constexpr (kConfig.has_nodes()) return has_peer(flight) && Sums(b_, flight).nodes().is_mate(b_.lane);
+    return has_peer(flight);
+  }
   __device__ bool has_peer(const transport::Flight& flight) const {
     return b_.lane < kConfig.num_ranks && b_.lane != b_.a.view.rank && flight.is_active(b_.lane);
   }
@@ -64,42 +86,121 @@ class SmallCombine {
   __device__ static void meet_heard() { ptx::bar_sync_apart(kHeard, kWithOne); }
 
   __device__ void send(const transport::Flight& flight, SmallCombinePush<kConfig>& push) const {
-    push.run(flight, [] { meet_stored(); });
+    if constexpr (kConfig.has_nodes()) {
+      if (Sums(b_, flight).has_moved()) {
+        meet_stored();
+      } else {
+        push.run(flight, [] { meet_stored(); });
+      }
+      ptx::bar_sync_apart(kMatesHeard, kWithOne);
+      if (verdict(true) == Verdict::kOk) SmallCombineNodeSums<kConfig>(b_, warp_, flight).forward();
+      ptx::bar_sync_apart(kForwarded, kWithOne);
+    } else {
+      push.run(flight, [] { meet_stored(); });
+    }
+  }
+
+  // With nodes: contributions of mates, which this rank adds for ranks of other nodes.
+  __device__ void hear_mates(const transport::Flight& flight) const {
+    const Sums sums(b_, flight);
+    const i32 block = static_cast<i32>(blockIdx.x);
+    u64 waited_ns = 0;
+    Verdict mine = Verdict::kOk;
+    if (tells(flight)) {
+      mine = transport::wait(b_.a.view, Phase::kCount, flight, b_.lane, 0, waited_ns);
+      if (mine == Verdict::kOk) mine = transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, block, waited_ns);
+    }
+    transport::note_waited(b_.a.view, b_.lane, waited_ns);
+    Verdict worst = worst_lane(mine);
+    if (worst == Verdict::kOk && sums.has_moved()) worst = Verdict::kGivenUp;
+    if (worst == Verdict::kOk && !sums.find_places()) worst = Verdict::kBroken;
+    if constexpr (kConfig.has_side) {
+      if (worst == Verdict::kOk) sums.forward_side();
+    }
+    if (b_.lane == 0) verdict(true) = worst;
+    ptx::bar_sync_apart(kMatesHeard, kWithOne);
   }
 
   // The headers of this rank, and side values. What it calls is said while the others work.
   __device__ void say(const transport::Flight& flight) const {
     const transport::DirectPeers peers(b_.a.view);
     const i32 block = static_cast<i32>(blockIdx.x);
-    if (block == 0 && has_peer(flight)) peers.notify_call(flight, b_.lane);
-    if constexpr (kConfig.has_side) SmallCombineSide<kConfig>(b_).send(flight);
+    if (block == 0 && tells(flight)) peers.notify_call(flight, b_.lane);
+    if constexpr (kConfig.has_nodes()) {
+      if (block == 0) Sums(b_, flight).put_message(b_.lane);
+    }
+    if constexpr (kConfig.has_side && kConfig.has_nodes()) {
+      if (!Sums(b_, flight).has_moved()) SmallCombineSide<kConfig>(b_).send(flight);
+    } else if constexpr (kConfig.has_side) {
+      SmallCombineSide<kConfig>(b_).send(flight);
+    }
     if (b_.num_early() > 0) {
       meet_stored();
       if (has_peer(flight)) peers.notify(Phase::kSend, flight, b_.lane, block);
       __syncwarp();
     }
     meet_stored();
-    if (has_peer(flight)) peers.notify(Phase::kReduce, flight, b_.lane, block);
+    if (tells(flight)) peers.notify(Phase::kReduce, flight, b_.lane, block);
+    if constexpr (kConfig.has_nodes()) {
+      __syncwarp();
+      ptx::bar_sync_apart(kForwarded, kWithOne);
+      if (verdict(true) == Verdict::kOk) Sums(b_, flight).put_all();
+    }
   }
 
   __device__ void receive(const transport::Flight& flight) const {
     if (warp_ == kHearWarp) return hear(flight);
     if (warp_ >= kWorkers) return;
-    SmallCombineReduce<kConfig> reduce(b_, warp_);
-    reduce.run(flight, [](bool is_early) {
+    if constexpr (kConfig.has_nodes()) {
       meet_heard();
-      return verdict(is_early) == Verdict::kOk;
-    });
+      if (verdict(false) == Verdict::kOk) SmallCombineNodeSums<kConfig>(b_, warp_, flight).add_own();
+      ptx::bar_sync_apart(kAdded, kWithOne);
+    } else {
+      SmallCombineReduce<kConfig> reduce(b_, warp_);
+      reduce.run(flight, [](bool is_early) {
+        meet_heard();
+        return verdict(is_early) == Verdict::kOk;
+      });
+    }
   }
 
   // Waits, a lane a peer, and tells the workers. A peer that called something else sends a count header and no other of these.
   __device__ void hear(const transport::Flight& flight) const {
+    if constexpr (kConfig.has_nodes()) return hear_nodes(flight);
     u64 waited_ns = 0;
     const bool is_ok = hear_all(flight, waited_ns);
     transport::note_waited(b_.a.view, b_.lane, waited_ns);
     if constexpr (kConfig.has_side) {
       if (is_ok) SmallCombineSide<kConfig>(b_).gather(flight);
     }
+  }
+
+  // With nodes: what messages say, headers of all ranks, contributions of mates, and sums of other nodes.
+  __device__ void hear_nodes(const transport::Flight& flight) const {
+    const Sums sums(b_, flight);
+    sums.relay();
+    Verdict mine = Verdict::kOk;
+    if (has_peer(flight)) mine = sums.nodes().wait_call(b_.lane);
+    if (!kConfig.sends && tells(flight) && mine == Verdict::kOk) {
+      mine = transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, static_cast<i32>(blockIdx.x));
+    }
+    if (kConfig.sends && verdict(true) == Verdict::kBroken) mine = Verdict::kBroken;
+    const Verdict heard = worst_lane(mine);
+    if (heard == Verdict::kOk && sums.has_moved()) {
+      if (b_.lane == 0 && blockIdx.x == 0) {
+        transport::record(b_.a.view, flight, transport::ErrorCause::kMoved, Phase::kCount, b_.a.view.rank, 0);
+      }
+      mine = Verdict::kGivenUp;
+    } else if (heard == Verdict::kOk && !sums.wait_records()) {
+      mine = Verdict::kBroken;
+    }
+    if (heard == Verdict::kGivenUp && b_.lane == 0) sums.nodes().break_window();
+    const bool is_ok = tell(flight, false, mine) == Verdict::kOk;
+    if constexpr (kConfig.has_side) {
+      if (is_ok) sums.gather_side();
+    }
+    ptx::bar_sync_apart(kAdded, kWithOne);
+    if (is_ok) sums.take_all();
   }
 
   __device__ bool hear_all(const transport::Flight& flight, u64& waited_ns) const {
@@ -124,9 +225,17 @@ class SmallCombine {
     if (b_.lane == 0) verdict(is_early) = worst;
     meet_heard();
     const bool is_over = !is_early || is_bad;
-    if (b_.lane == 0 && is_over && !is_broken) transport::end_flight_early(b_.a.view, flight);
-    if (is_over) ptx::let_next_kernel_begin();
+    if (b_.lane == 0 && is_over && !is_broken) {
+      transport::end_flight_early(b_.a.view, flight, static_cast<u32>(Block::num_blocks()));
+    }
+    // With nodes a block of the kernel is the network, which the next kernel's must not meet.
+    if (is_over && !kConfig.has_nodes()) ptx::let_next_kernel_begin();
     return worst;
+  }
+
+  __device__ static Verdict worst_lane(Verdict mine) {
+    if (__any_sync(0xffffffffu, mine == Verdict::kBroken) != 0) return Verdict::kBroken;
+    return __any_sync(0xffffffffu, mine != Verdict::kOk) != 0 ? Verdict::kGivenUp : Verdict::kOk;
   }
 
   const Block b_;
@@ -135,7 +244,7 @@ class SmallCombine {
 
 template <SmallCombineKernelConfig kConfig>
 __device__ void small_combine(const SmallCombineKernelArgs& args) {
-  SmallCombine<kConfig>(args).run();
+  transport::with_route<kConfig.route>(args, [&] { SmallCombine<kConfig>(args).run(); });
 }
 
 }  // namespace weft::kernels

@@ -85,7 +85,7 @@ class SmallCombinePush {
 
   template <i32 kVectors>
   __device__ void push(const transport::Flight& flight, const Job& job, const i32 (&row)[kWords]) const {
-    u8* slot = b_.slot(flight, job.owner, b_.a.view.rank, job.place.token);
+    u8* slot = b_.own_slot(flight, job.owner, job.place.token);
     if constexpr (!kConfig.is_by_expert()) {
       const i32 only = __shfl_sync(0xffffffffu, row[0], 0);
       const bool is_row = only >= 0 && only < b_.a.num_rows;  // R19

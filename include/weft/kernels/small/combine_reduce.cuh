@@ -32,7 +32,7 @@ class SmallCombineReduce {
     run_jobs<kConfig.kVectors>(flight, hear);
   }
 
- private:
+ protected:
   // Contributions whose vectors are loaded together.
   static constexpr i32 at_once(i32 num_vectors) {
     constexpr i32 kWideRows = 2;

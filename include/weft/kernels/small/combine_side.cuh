@@ -20,29 +20,29 @@ class SmallCombineSide {
     const GpuRecvPlan<const i32> plan{b_.a.recv_plan, b_.a.recv_plan_tokens, kConfig.plan_width()};
     for (i32 owner = 0; owner < kRanks; ++owner) {
       if (!flight.is_active(owner)) continue;
-      const i32 num_values = num_items(min(plan.num_tokens()[owner], b_.a.max_tokens)) * kTopk;
+      const i32 num_values = Block::num_tokens_here(min(plan.num_tokens()[owner], b_.a.max_tokens)) * kTopk;
       for (i32 at = b_.lane; at < num_values; at += 32) {
         const i32 k = at % kTopk;
-        const i32 token = token_of(at / kTopk);
+        const i32 token = Block::token_here(at / kTopk);
         const i32 row = plan.row(owner, token)[kConfig.is_by_expert() ? k : 0];
         const bool is_row = row >= 0 && row < b_.a.num_rows;  // R19
         if (!is_row && row != kGpuDroppedRow) continue;       // the owner does not know what a capacity has dropped
         const i64 place = kConfig.is_by_expert() ? row : static_cast<i64>(row) * kTopk + k;
-        *slot(flight, owner, b_.a.view.rank, token, k) = is_row ? b_.a.side[place] : 0.0f;
+        *b_.own_side_slot(flight, owner, token, k) = is_row ? b_.a.side[place] : 0.0f;
       }
     }
   }
 
   __device__ void gather(const transport::Flight& flight) const {
-    const i32 num_values = num_items(b_.a.num_tokens) * kTopk;
+    const i32 num_values = Block::num_tokens_here(b_.a.num_tokens) * kTopk;
     const GpuSendPlan<const i32> plan{b_.a.send_plan, b_.a.num_tokens, kConfig.is_by_expert() ? kTopk : kRanks};
     for (i32 at = b_.lane; at < num_values; at += 32) {
       const i32 k = at % kTopk;
-      const i32 token = token_of(at / kTopk);
+      const i32 token = Block::token_here(at / kTopk);
       const i64 pick = static_cast<i64>(token) * kTopk + k;
       float total = 0.0f;
       const auto add = [&](i32 from) {
-        if (flight.is_active(from)) total += *slot(flight, b_.a.view.rank, from, token, k);
+        if (flight.is_active(from)) total += *b_.side_slot(flight, b_.a.view.rank, from, token, k);
       };
       if constexpr (kConfig.adds_side) {
         static_assert(!kConfig.is_by_expert());
@@ -60,17 +60,6 @@ class SmallCombineSide {
   }
 
  private:
-  __device__ static i32 token_of(i32 item) { return static_cast<i32>(blockIdx.x) + item * static_cast<i32>(gridDim.x); }
-  __device__ static i32 num_items(i32 num_tokens) {
-    const i32 left = num_tokens - static_cast<i32>(blockIdx.x), num_blocks = static_cast<i32>(gridDim.x);
-    return left > 0 ? (left + num_blocks - 1) / num_blocks : 0;
-  }
-  __device__ float* slot(const transport::Flight& flight, i32 owner, i32 contributor, i32 token, i32 k) const {
-    const GpuWindowLayout& layout = b_.a.view.layout;
-    return reinterpret_cast<float*>((transport::DirectPeers(b_.a.view).heap(owner) + layout.small_weights).address()) +
-           layout.small_pick(flight.turn.sequence, contributor, token) + k;
-  }
-
   const Block& b_;
 };
 

@@ -35,6 +35,8 @@ struct SmallDispatchKernelArgs {
   i32* offsets = nullptr;
   i32* num_rows = nullptr;
   i64* overflow = nullptr;
+  const void* rail = nullptr;   // with nodes: a BlockRail
+  i32* forward_plan = nullptr;  // with nodes: GpuForwardPlan
 };
 
 }  // namespace weft::kernels

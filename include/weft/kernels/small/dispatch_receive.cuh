@@ -56,6 +56,7 @@ class SmallDispatchReceive : public SmallDispatchPicks<kConfig> {
   __device__ void note_tokens(i64 num_tokens) const {
     if (lane < kRanks) sums().num_tokens[lane] = static_cast<i32>(num_tokens);
   }
+  __device__ static const i32* all_num_tokens() { return sums().num_tokens; }  // [kRanks], behind that barrier
 
   // Zeros before the first barrier.
   struct SharedWords {

@@ -2,7 +2,7 @@
 // theirs (docs/protocols/nvlink-small.md, "Dispatch", steps 1 and 2). Nothing is asked for before.
 #pragma once
 
-#include "weft/kernels/small/dispatch_block.cuh"
+#include "weft/kernels/small/dispatch_nodes.cuh"
 #include "weft/ptx/fp8_scale.h"
 
 namespace weft::kernels {
@@ -29,7 +29,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
   __device__ void send_routing() {
     const i32 thread = static_cast<i32>(threadIdx.x);
     send_picks(thread);
-    if (thread >= kRanks || !flight.is_active(thread)) return;
+    if (thread >= kRanks || !direct().has(thread)) return;
     const auto slot = this->peers().control(thread) + a.view.layout.payload(flight.turn.sequence, rank());
     this->peers().put_field(slot, &GpuCountPayload::num_tokens, static_cast<i64>(a.num_tokens));
   }
@@ -45,6 +45,9 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
       const i32 token = this->token_of(this->unit(nth));
       if (token >= a.num_tokens) return;
       const Picks picks = picks_of(token);
+      if constexpr (kConfig.has_nodes()) {
+        if (!nodes().find_records(nth, record_)) return;
+      }
       if constexpr (kConfig.is_quantized()) {
         send_quantized(token, picks, first, stride);
       } else {
@@ -54,6 +57,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
         if (kScaleBytes > 0 && first == 0) send_scales(token, ranks_of(picks), scales);
       }
       if (first != 0) return;
+      if constexpr (kConfig.has_nodes()) nodes().write_weights(token, record_);
       const GpuRankMask ranks = ranks_of(picks);
       if constexpr (!kConfig.is_cached) {
         if (a.send_plan != nullptr) note_token(token, picks, ranks);
@@ -71,6 +75,24 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
   struct Picks {
     i64 id[kSteps];  // of picks lane, lane + 32, ..., -1: none; of a handle: the mask
   };
+
+  __device__ SmallDispatchNodes<kConfig> nodes() const { return SmallDispatchNodes<kConfig>(*this); }
+  // The ranks that this one writes to itself.
+  __device__ GpuRankMask direct() const {
+    if constexpr (kConfig.has_nodes()) return nodes().mates();
+    return flight.active;
+  }
+  // `work(slot)` for each rank of the mask that this one writes to, and for each record of the token.
+  template <class Work>
+  __device__ void for_slots(const GpuRankMask& ranks, i32 token, const Work& work) const {
+    if constexpr (kConfig.has_nodes()) {
+      const auto nodes = this->nodes();
+      nodes.for_records(record_, [&](i32 node, i32 record) { work(nodes.record_to(node, record)); });
+      this->for_ranks(ranks & nodes.mates(), [&](i32 owner) { work(this->slot_row(owner, rank(), token)); });
+    } else {
+      this->for_ranks(ranks, [&](i32 owner) { work(this->slot_row(owner, rank(), token)); });
+    }
+  }
 
   __device__ GpuSendPlan<i32> plan() const {
     return {a.send_plan, a.num_tokens, kConfig.is_by_expert() ? kTopk : kRanks};
@@ -93,7 +115,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
       for (i32 idx = 0; idx < kHere; ++idx) {
         if (given[idx] < -1 || given[idx] >= kExperts) bad_ids().note(first + idx * kThreads);
       }
-      this->for_ranks(flight.active, [&](i32 to) {
+      this->for_ranks(direct(), [&](i32 to) {
         u64* words = this->slot_picks(to, rank(), 0);
         float* weights = this->slot_weights(to, rank(), 0);
 #pragma unroll
@@ -163,20 +185,25 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
         const i32 unit = (step + idx * stride) * 32 + lane;
         if (unit < kUnits) held[idx] = from[unit];
       }
-      this->for_ranks(ranks_of(picks), [&](i32 owner) {
-        Unit* to = reinterpret_cast<Unit*>(this->slot_row(owner, rank(), token));
+      if constexpr (kConfig.has_nodes()) {
+        for_slots(ranks_of(picks), token, [&](u8* slot) { store_held(held, slot, step, stride); });
+      } else {
+        this->for_ranks(ranks_of(picks),
+                        [&](i32 owner) { store_held(held, this->slot_row(owner, rank(), token), step, stride); });
+      }
+    }
+  }
+  __device__ void store_held(const Piece<16> (&held)[kHeld], u8* slot, i32 step, i32 stride) const {
+    auto* to = reinterpret_cast<Piece<16>*>(slot);
 #pragma unroll
-        for (i32 idx = 0; idx < kHeld; ++idx) {
-          const i32 unit = (step + idx * stride) * 32 + lane;
-          if (unit < kUnits) to[unit] = held[idx];
-        }
-      });
+    for (i32 idx = 0; idx < kHeld; ++idx) {
+      const i32 unit = (step + idx * stride) * 32 + lane;
+      if (unit < kConfig.row_bytes / 16) to[unit] = held[idx];
     }
   }
 
   __device__ void send_scales(i32 token, const GpuRankMask& ranks, const Scales& scales) {
-    this->for_ranks(ranks,
-                    [&](i32 owner) { scales.store(this->slot_row(owner, rank(), token) + kConfig.scales_at()); });
+    for_slots(ranks, token, [&](u8* slot) { scales.store(slot + kConfig.scales_at()); });
   }
 
   // A step is 16 elements a lane, so that a lane stores as much as an access can; 8 lanes share a scale.
@@ -205,8 +232,7 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
       Codes codes[kHere];
 #pragma unroll
       for (i32 idx = 0; idx < kHere; ++idx) codes[idx] = quantized(held[idx]);
-      this->for_ranks(ranks, [&](i32 owner) {
-        u8* to = this->slot_row(owner, rank(), token);
+      for_slots(ranks, token, [&](u8* to) {
 #pragma unroll
         for (i32 idx = 0; idx < kHere; ++idx) store_codes(to, (step + idx * stride) * 32 + lane, codes[idx]);
       });
@@ -243,12 +269,15 @@ class SmallDispatchSend : public SmallDispatchState<kConfig> {
     if (at * kElements >= kConfig.hidden) return;
     reinterpret_cast<Piece<16>*>(to)[at] = codes.packed;
     if (lane % kGroupLanes != 0) return;
-    if constexpr (kConfig.quantize == Quantize::kFp8) {
+    if constexpr (scales_are_floats(kConfig.quantize)) {
       reinterpret_cast<u32*>(to + kConfig.scales_at())[at / kGroupLanes] = codes.scale;
     } else {
       to[kConfig.scales_at() + at / kGroupLanes] = static_cast<u8>(codes.scale);
     }
   }
+
+  // With nodes: in lane n, the record of the token at hand in the ring to node n; -1: it does not go there.
+  i32 record_ = -1;
 };
 
 }  // namespace weft::kernels

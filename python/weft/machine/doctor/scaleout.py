@@ -40,6 +40,8 @@ def _nccl(facts: Facts) -> Iterable[Answer]:
 
     if not facts.live:
         return [skip(_RECORDED)]
+    if env.network() == "nccl":
+        return _chosen_nccl()
     if not facts.rdma:
         return [skip(f"{_NO_RDMA}: nothing would use it")]
     folder = env.cache_folder()
@@ -51,6 +53,22 @@ def _nccl(facts: Facts) -> Iterable[Answer]:
         need = ".".join(map(str, nccl.MIN_VERSION))
         return [ok(f"no copy of Weft's own; a program that loads NCCL {need} or newer, with its headers, needs none")]
     return [ok(f"{'.'.join(map(str, copy.version))}, Weft's own copy")]
+
+
+def _chosen_nccl() -> Iterable[Answer]:
+    """With WEFT_NETWORK=nccl, what a window would find."""
+    from weft.scaleout import nccl, network
+
+    try:
+        found = nccl.find(env.cache_folder())
+    except Error as error:
+        return [fail(str(error), cost="no window with nodes opens", fix="weft scaleout fetch")]
+    try:
+        network.cuda_folders()
+    except Error as error:
+        fix = "pip install nvidia-cuda-runtime nvidia-cuda-cccl"
+        return [fail(str(error), cost="kernels with nodes do not compile", fix=fix)]
+    return [ok(f"WEFT_NETWORK=nccl: {found}")]
 
 
 def _package(file: str) -> str:

@@ -68,7 +68,7 @@ struct Rank {
   // Beside the communicator, which may be broken.
   void meet() const { barrier->arrive_and_wait(); }
   void make_window(const GpuWindowShape& shape = window_shape()) {
-    window = std::make_unique<Window>(comm, gpu, shape, kHeapBytes, in_seconds(20), kNoPoll);
+    window = std::make_unique<Window>(comm, gpu, shape, WindowMemory{kHeapBytes, {}}, in_seconds(20), kNoPoll);
   }
   DispatchResult dispatch(i64 capacity = kNoCapacity, i64 alignment = 1, const Poll& poll = kNoPoll,
                           bool makes_send_plan = false) {

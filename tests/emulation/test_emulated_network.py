@@ -1,0 +1,156 @@
+"""Guards against a host that gives NCCL, or kernels that post to it, wrong words: calls of the Python API.
+
+A stand-in takes NCCL's place. Windows load it as they would load NCCL; its network keeps no order of puts
+(tests/native/engine/nvlink/fake_nccl.cc).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from emulated_gpu import EmulatedRanks, gpu
+from kernels import HERE, INCLUDE
+from node_calls import NODE, SMALL, check_calls, check_late_rank, inputs_here, opened
+
+import weft
+from pool import RankFailed, RankState
+from weft import _load
+from weft.scaleout import network
+
+NEWEST, FIRST, OLD = 23203, 23007, 22907
+NO_NIC, PROXY, EFA = 0, 2, 5
+
+
+class FakeNccl:
+    """The stand-in, as a library of its own."""
+
+    def __init__(self) -> None:
+        root = HERE.parents[1]
+        folders = (root / "src", INCLUDE, HERE / "include")
+        source = root / "tests" / "native" / "engine" / "nvlink" / "fake_nccl.cc"
+        options = ["-Wl,-soname,libnccl.so.2", *(f"-I{each}" for each in folders), str(source)]
+        self.path = str(gpu()._compiler.library("libnccl.so.2", options))
+        self._library = ctypes.CDLL(self.path)
+
+    def has(self, version: int = NEWEST, node_ranks: int = NODE, gin_type: int = PROXY) -> None:
+        """What it says from now on."""
+        self._library.fake_nccl_set(version, node_ranks, gin_type)
+
+    @property
+    def num_alive(self) -> int:
+        """Communicators that nobody has ended."""
+        number: int = self._library.fake_nccl_alive()
+        return number
+
+
+@pytest.fixture(scope="module")
+def library() -> FakeNccl:
+    """Loaded once."""
+    return FakeNccl()
+
+
+@pytest.fixture
+def nccl(library: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNccl]:
+    """The network of all windows; no communicator is left."""
+    library.has()
+    paths = _load.native().NcclPaths(library=library.path, prologue="", includes=[])
+    monkeypatch.setattr(network, "paths", lambda: paths)
+    monkeypatch.setenv("WEFT_NETWORK", "nccl")
+    yield library
+    end = time.monotonic() + 60  # threads of the library give memory back
+    while library.num_alive > 0 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert library.num_alive == 0
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """They share one GPU."""
+    return EmulatedRanks(monkeypatch)
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(4, "rank_major"), (4, "masked"), (3, "rank_major")])
+def test_calls(ranks: Any, nccl: FakeNccl, num_ranks: int, layout: str) -> None:
+    """Of whole nodes, and of nodes that are not: all ranks are connected there."""
+    check_calls(ranks, SMALL, num_ranks, layout)
+
+
+def small_refused(state: RankState, options: dict[str, Any]) -> str:
+    """The error; calls that are no small batches go on behind it."""
+    with opened(state, SMALL) as ep:
+        given = inputs_here(state, SMALL, 0)
+        with pytest.raises(weft.Unsupported) as error:
+            ep.dispatch(*given, max_tokens=max(SMALL.num_tokens), capacity=SMALL.room, **options)
+        ep.dispatch(*given)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"mode": "latency"}, {"staged": True}], ids=["one launch", "two"])
+def test_small_batches_are_refused(ranks: Any, nccl: FakeNccl, options: dict[str, Any]) -> None:
+    """By all ranks, before anything is sent."""
+    for text in ranks.run(4, small_refused, [options] * 4):
+        assert "small batches over NCCL's network" in text
+
+
+def test_a_rebuild_has_another_generation(ranks: Any, nccl: FakeNccl) -> None:
+    """A mate stands in for the rank that was late."""
+    check_late_rank(ranks, SMALL)
+
+
+def between(state: RankState, _: None) -> tuple[str, str]:
+    """What a communicator says with a window, and without."""
+    with opened(state, SMALL):
+        said = repr(state.comm)
+    return said, repr(state.comm)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "version", "node_ranks", "words"),
+    [
+        (4, NEWEST, NODE, "PROXY over RAIL connections of NCCL 2.32.3"),
+        (4, FIRST, NODE, "PROXY over RAIL connections of NCCL 2.30.7"),
+        (3, NEWEST, NODE, "PROXY over FULL connections of NCCL 2.32.3"),
+        (4, NEWEST, 1, "PROXY over FULL connections of NCCL 2.32.3"),
+    ],
+)
+def test_the_communicator_says_what_leads_between_nodes(
+    ranks: Any, nccl: FakeNccl, num_ranks: int, version: int, node_ranks: int, words: str
+) -> None:
+    """Along rails alone only where NCCL's nodes are those of the window."""
+    nccl.has(version, node_ranks)
+    for said, after in ranks.run(num_ranks, between, [None] * num_ranks):
+        assert f"network={words}, " in said
+        assert "network=" not in after
+
+
+def refused(state: RankState, _: None) -> str:
+    """The error."""
+    with pytest.raises(weft.Unsupported) as error, opened(state, SMALL):
+        pass
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "gin_type", "words"),
+    [
+        (OLD, PROXY, "NCCL 2.29.7 in "),
+        (NEWEST, NO_NIC, "NCCL 2.32.3 offers NONE as a network for kernels; need: PROXY or GDAKI"),
+        (NEWEST, EFA, "NCCL 2.32.3 offers EFA_GDA as a network for kernels; need: PROXY or GDAKI"),
+    ],
+)
+def test_an_nccl_that_does_not_do(ranks: Any, nccl: FakeNccl, version: int, gin_type: int, words: str) -> None:
+    """All ranks raise alike."""
+    nccl.has(version, gin_type=gin_type)
+    for text in ranks.run(4, refused, [None] * 4):
+        assert words in text
+
+
+def test_a_word_that_is_none(ranks: Any, nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named."""
+    monkeypatch.setenv("WEFT_NETWORK", "verbs")
+    with pytest.raises(RankFailed, match="WEFT_NETWORK is 'verbs' in the environment; allowed are block, nccl"):
+        ranks.run(4, between, [None] * 4)
