@@ -284,6 +284,67 @@ def test_ranks_in_nodes_have_the_planners_time_beside_theirs(monkeypatch: pytest
     assert "planned" in table.output
 
 
+@pytest.mark.usefixtures("quick_import")
+@pytest.mark.parametrize(
+    ("flags", "nodes"),
+    [(["--ranks", "4", "--nodes", "2"], 2), (["--tokens", "520", "--quantize", "fp8", "--hidden", "128"], 1)],
+)
+def test_halves_are_timed_apart(flags: list[str], nodes: int) -> None:
+    """Also with more tokens than a small batch has otherwise. Of what is refused the row says why."""
+    rows = bench("--ranks", "2", "--device", "cpu", "--halves", "--no-baseline", *flags)
+    assert_documented(rows)
+    machine, _, *calls = rows
+    assert machine["network"] == ("copies" if nodes > 1 else None)
+    whole, halved, graphed = calls[:4], calls[4:6], calls[6:]
+    assert [(row["op"], row["source"]) for row in halved + graphed] == [
+        ("dispatch", None),
+        ("combine", "ordinary"),
+    ] * 2
+    for row in whole:
+        assert (row["is_halved"], row["is_graphed"], row["send_us"], row["receive_us"]) == (False, False, None, None)
+        assert row["wire_gb_per_s"] is not None
+    for row in halved:
+        assert (row["is_halved"], row["is_graphed"], row["nodes"], row["unsupported"]) == (True, False, nodes, None)
+        assert row["time_us"] >= max(row["send_us"], row["receive_us"]) > 0
+        assert row["wire_bytes"] > 0
+        assert (row["network_bytes"] is not None) == (nodes > 1)
+        rates = ("wire_gb_per_s", "logical_gb_per_s", "network_gb_per_s", "ratio_vs_memory_copy", "ratio_vs_all_to_all")
+        assert {row[name] for name in (*rates, "work_us", "must_us")} == {None}
+    for row in graphed:
+        assert (row["is_halved"], row["is_graphed"]) == (True, True)
+        assert row["unsupported"] == "a CUDA graph is not supported: have cpu, need a GPU"
+        assert "time_us" not in row
+
+
+@pytest.mark.usefixtures("quick_import")
+def test_the_table_of_halves_says_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    flags = [*SMALL[:-1], "--device", "cpu", "--ranks", "1", "--no-baseline", "--halves", "--layout", "masked"]
+    table = CliRunner().invoke(app, ["bench", *flags])
+    assert table.exit_code == 0, table.output
+    assert "receive us" in table.output
+    assert "weft dispatch, halves, graph: a CUDA graph is not supported" in table.output
+    assert "in which rows arrive" not in table.output  # nothing is hidden on a CPU
+    assert "must us" not in table.output
+
+
+@pytest.mark.usefixtures("quick_import")
+def test_a_wrong_half_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = weft.Staged.wait
+
+    def wrong(self: Any) -> Any:
+        y = wait(self)
+        y.view(torch.int16).view(-1)[0] ^= 1
+        return y
+
+    monkeypatch.setattr(weft.Staged, "wait", wrong)
+    result = CliRunner().invoke(app, ["bench", *SMALL, "--ranks", "1", "--no-baseline", "--halves"])
+    assert result.exit_code == 1
+    (row,) = rows_of(result.stdout)
+    assert row["type"] == "Mismatch"
+    assert "combine" in row["text"]
+
+
 def test_without_nodes_nothing_crosses_and_nothing_is_planned() -> None:
     """Ranks that are threads give the same results."""
     calls = bench("--ranks", "2", "--isolation", "thread", "--device", "cpu")[2:]
@@ -301,9 +362,13 @@ def test_without_nodes_nothing_crosses_and_nothing_is_planned() -> None:
         (["--nodes", "2", "--deep-ep"], "--nodes: only where calls of one shape are timed"),
         (["--nodes", "2", "--suite", "targets"], "--nodes: only where calls of one shape are timed"),
         (["--preset", "dgx-h100", "--control"], "--preset: only where calls of one shape are timed"),
+        (["--halves", "--suite", "small"], "--halves: only where calls of one shape are timed"),
+        (["--halves", "--deep-ep"], "--halves: only where calls of one shape are timed"),
+        (["--halves", "--who-is-late"], "--halves: only where calls of one shape are timed"),
+        (["--halves", "--mode", "throughput"], "mode='throughput' with halves"),
     ],
 )
-def test_flags_of_nodes_that_are_refused(flags: list[str], named: str) -> None:
+def test_flags_of_one_shape_that_are_refused(flags: list[str], named: str) -> None:
     result = CliRunner().invoke(app, ["bench", *SMALL, "--device", "cpu", *flags])
     assert result.exit_code == 2, result.output
     assert named in rows_of(result.stdout)[-1]["text"]

@@ -49,7 +49,7 @@ class AllToAll:
         counts.
         """
         if self.quantize is not None:
-            x, scales = reference.quantize_fp8(x, ue8m0=self.quantize == "fp8_ue8m0")
+            x, scales = reference.quantize_fp8(x, ue8m0=self.quantize == "fp8_ue8m0", pow2=self.quantize == "fp8_pow2")
         x, scales = _movable(x), None if scales is None else _movable(scales)
         num_tokens, top_k = topk_idx.shape
         owner = torch.where(topk_idx >= 0, topk_idx // self.num_local, self.num_ranks)

@@ -37,7 +37,7 @@ def with_baseline(cases: Iterable[Case]) -> dict[str, Case]:
     return {
         baseline_key(case): case
         for case in cases
-        if case.suite not in ("sms", "small") and (case.suite != "tokens" or case.is_quarter)
+        if not case.is_halved and case.suite not in ("sms", "small") and (case.suite != "tokens" or case.is_quarter)
     }
 
 

@@ -25,7 +25,7 @@ class Goal:
     """What a case is to reach, in microseconds."""
 
     must_us: float
-    stretch_us: float
+    stretch_us: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class Case:
     num_sms: int = 16  # 0: as many as Weft takes by itself
     mode: str = "auto"
     is_graphed: bool = False  # on a GPU timed as replays of a CUDA graph
+    is_halved: bool = False  # sent and received apart, with other work of the GPU between
     tokens: int = TOKENS
     routing: str = "uniform"
     routing_options: Mapping[str, Any] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class Case:
             words = ["BF16", self.layout, f"{self.source} tensor" if self.source else ""]
             words += [f"{self.wire} on the wire" if self.wire else ""]
             words += ["weighted" if self.layout != "rank_major" else ""]
-        words += [self.mode if self.mode != "auto" else ""]
+        words += [self.mode if self.mode != "auto" else "", "in two halves" if self.is_halved else ""]
         return f"{self.op} {', '.join(word for word in words if word)}"
 
 
@@ -89,7 +90,7 @@ def _combine(**options: Any) -> Case:
     return Case(**{"suite": "targets", "op": "combine", "source": "heap", **options})
 
 
-def _goal(must_us: float, stretch_us: float) -> Goal:
+def _goal(must_us: float, stretch_us: float | None = None) -> Goal:
     return Goal(must_us=must_us, stretch_us=stretch_us)
 
 
@@ -189,6 +190,31 @@ def _small_case(suite: str, op: str, form: dict[str, str], **options: Any) -> Ca
     if op != "combine":
         options |= form
     return Case(suite=suite, op=op, sizes="capacity", is_graphed=True, num_sms=0, **options)
+
+
+# Two ranks in two nodes, 50 GB/s between them: by operation, quantize, T, and whether it is in halves, of which nothing
+# has to be waited for. At T = 4096 with 8 SMs.
+_NODE_GOALS = {
+    ("dispatch", "fp8", TOKENS, False): _goal(680, 664),
+    ("dispatch", "none", TOKENS, False): _goal(1280, 1280),
+    ("combine", "none", TOKENS, False): _goal(1300, 1287),
+    ("dispatch", "fp8", 128, False): _goal(60, 50),
+    ("combine", "none", 128, False): _goal(80, 70),
+    ("dispatch", "fp8", 128, True): _goal(25),
+    ("combine", "none", 128, True): _goal(25),
+}
+_NODE_SMS = 8  # at T = 4096
+
+
+def node_goal(case: Case, *, ranks: int, nodes: int) -> Goal | None:
+    """What a call of one shape is to reach between nodes: of two ranks in two nodes, at the reference shape."""
+    shape = (case.hidden, case.experts, case.top_k, case.dtype, case.layout, case.routing)
+    if (ranks, nodes) != (2, 2) or shape != (HIDDEN, EXPERTS, TOP_K, "bf16", "rank_major", "uniform"):
+        return None
+    if case.tokens == TOKENS and case.num_sms != _NODE_SMS:
+        return None
+    quantize = case.quantize if case.op == "dispatch" else "none"  # sums travel as they are
+    return _NODE_GOALS.get((case.op, quantize, case.tokens, case.is_halved))
 
 
 def cases(

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from weft.bench.cases import EXPERTS, HIDDEN, ONE_SHAPE, SUITES, TOKENS, Case
+from weft.bench.cases import EXPERTS, HIDDEN, ONE_SHAPE, SUITES, TOKENS, Case, node_goal
 from weft.errors import InvalidArgument
 
 
@@ -16,7 +16,8 @@ class Options:
 
     `capacity`: as in dispatch; masked takes twice the mean load if it is None. `nodes`: of equal size, that the ranks
     are in (docs/protocols/nodes.md); 1: none. `isolation`: "process", "thread", or "auto": threads where ranks of nodes
-    share a GPU. `preset`: the machine of which `weft plan` says a time for each call.
+    share a GPU. `preset`: the machine of which `weft plan` says a time for each call. `halves`: dispatch and combine
+    are timed in two halves, too, with the wire hidden (weft.bench.halves).
     """
 
     ranks: int = 4
@@ -42,6 +43,7 @@ class Options:
     nodes: int = 1
     isolation: Literal["auto", "process", "thread"] = "auto"
     preset: str | None = None
+    halves: bool = False
 
     @property
     def node_ranks(self) -> int | None:
@@ -56,6 +58,10 @@ class Options:
         if self.baseline and (self.nodes > 1 or self.isolation == "thread"):
             what = f"nodes={self.nodes}" if self.nodes > 1 else f"isolation={self.isolation!r}"
             raise InvalidArgument(f"{what}: the baseline is of ranks that are processes on one node; add --no-baseline")
+        if self.halves and self.mode == "throughput":
+            raise InvalidArgument(
+                "mode='throughput' with halves, which are of small batches: allowed are auto, latency"
+            )
         if self.trace is not None:
             from weft.verify.cases import loaded_trace
 
@@ -74,7 +80,9 @@ class Options:
 
 
 def one_shape(options: Options) -> tuple[Case, ...]:
-    """The operations of one shape, of complete options: dispatch, combine of either tensor, and both."""
+    """The operations of one shape, of complete options: dispatch, combine of either tensor, and both; then, if they
+    are asked for, dispatch and combine in two halves, eager and in a CUDA graph.
+    """
     dispatch = Case(
         suite=ONE_SHAPE,
         op="dispatch",
@@ -94,7 +102,13 @@ def one_shape(options: Options) -> tuple[Case, ...]:
         capacity=options.capacity,
     )
     later = (("combine", "heap"), ("combine", "ordinary"), ("both", "heap"))
-    return (dispatch, *(dataclasses.replace(dispatch, op=op, source=source) for op, source in later))
+    chosen = [dispatch, *(dataclasses.replace(dispatch, op=op, source=source) for op, source in later)]
+    if options.halves:
+        half = dataclasses.replace(dispatch, sizes="capacity", is_halved=True)
+        both = (half, dataclasses.replace(half, op="combine", source="ordinary"))
+        chosen += [*both, *(dataclasses.replace(case, is_graphed=True) for case in both)]
+    goals = [node_goal(case, ranks=options.ranks, nodes=options.nodes) for case in chosen]
+    return tuple(dataclasses.replace(case, goal=goal) for case, goal in zip(chosen, goals, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

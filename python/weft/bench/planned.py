@@ -26,8 +26,10 @@ def planned(options: Options, case: Case) -> Row:
         return found
     machine = dataclasses.replace(preset(options.preset), ranks_per_domain=options.node_ranks or options.ranks)
     is_wide = case.dtype == "fp32" or case.hidden % 128 != 0
-    is_plain = case.layout == "rank_major" and case.routing == "uniform" and case.mode != "latency"
-    if is_wide or not is_plain or case.op == "both" or options.ranks < 2 or case.quantize == "fp8_ue8m0":
+    is_plain = (
+        case.layout == "rank_major" and case.routing == "uniform" and case.mode != "latency" and not case.is_halved
+    )
+    if is_wide or not is_plain or case.op == "both" or options.ranks < 2 or case.quantize in ("fp8_ue8m0", "fp8_pow2"):
         return found
     num_sms = case.num_sms or default_num_sms(case.op, case.layout)
     made = plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import weft
+from weft.bench.cases import Case
 from weft.bench.grouped_gemm import Experts
 from weft.bench.options import Options, SuiteOptions
 from weft.bench.samples import Samples
@@ -13,7 +14,7 @@ __all__ = ["BenchRank"]
 
 
 class BenchRank(Protocol):
-    """What small calls and baselines ask of it."""
+    """What small calls, halves and baselines ask of it."""
 
     comm: weft.Communicator
     options: Options | SuiteOptions
@@ -24,5 +25,9 @@ class BenchRank(Protocol):
     step_y: Any  # result of the step, None before it was made
 
     def step_experts(self) -> Experts: ...
+
+    def heap_bytes(self, case: Case) -> int: ...
+
+    def settle(self) -> None: ...
 
     def note_memory(self, ep: weft.ExpertParallel, received: Any, y: Any) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -12,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft import env
 from weft.bench.cases import Case
 from weft.bench.facts import cpu_name, machine_facts
 from weft.bench.options import Options, one_shape
 from weft.bench.planned import planned
-from weft.bench.ranks import Row, isolation_of, run_cases, times
-from weft.bench.rows import between_nodes, row_bytes, traffic
+from weft.bench.ranks import Row, isolation_of, run_cases, slowest, times
+from weft.bench.rows import between_nodes, exposed, name_of, row_bytes, target, traffic
 from weft.machine import where
 
 _IMPORT_CODE = """import sys, time
@@ -26,18 +28,22 @@ start = time.perf_counter()
 import torch, weft
 print(time.perf_counter() - start)"""
 
+_HALVES = ("send_us", "receive_us")
+_NO_RATIOS = dict.fromkeys(("memory_copy_bound_us", "ratio_vs_memory_copy", "ratio_vs_all_to_all"))
+
 
 @dataclass(frozen=True)
 class Report:
-    """A benchmark's rows: the machine, the start-up times, then one row per library and operation."""
+    """A benchmark's rows: the machine, the start-up times, one row per library and operation, then the targets."""
 
     machine: Row
     startup: Row
     rows: tuple[Row, ...]
+    targets: tuple[Row, ...] = ()
 
     def all_rows(self) -> tuple[Row, ...]:
         """Every row, as JSON lines hold them."""
-        return (self.machine, self.startup, *self.rows)
+        return (self.machine, self.startup, *self.rows, *self.targets)
 
 
 def run(options: Options) -> Report:
@@ -79,31 +85,63 @@ def run(options: Options) -> Report:
     rows: list[Row] = []
     for note in by_kind["case"]:
         rows += _rows_of(options, chosen[note[0]["number"]], note, baselines, copy_rate, ranks[0]["device"])
-    machine = _machine(ranks, copies, copy_rate, load_average) | {"isolation": isolation_of(options)}
-    return Report(machine, startup, tuple(rows))
+    machine = _machine(ranks, copies, copy_rate, load_average)
+    machine |= {"isolation": isolation_of(options), "network": _network(options, machine["device_name"])}
+    return Report(machine, startup, tuple(rows), target_rows(rows) if machine["device_name"] is not None else ())
+
+
+def target_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Of what has a target and was timed."""
+    return tuple(
+        target(f"{name_of(row)}, T = {row['tokens']}", "us", row["time_us"], row["must_us"], row["stretch_us"])
+        for row in rows
+        if "time_us" in row and row["must_us"] is not None
+    )
 
 
 def _rows_of(
     options: Options, case: Case, note: list[Row], baselines: dict[str, list[Row]], copy_rate: float, device: str
 ) -> list[Row]:
-    """Of Weft, then of the baseline, which does not know where the expert outputs lie."""
+    """Of Weft, then of the baseline, which does not know where the expert outputs lie and has no halves."""
     from weft.bench.baselines import baseline_key
 
-    common = {"kind": "bench", "op": case.op, **_shape(options)}
+    common = {"kind": "bench", "op": case.op, **_shape(options), **_form(case)}
+    mine = {**common, "library": "weft", "source": case.source}
+    if note[0].get("unsupported") is not None:
+        return [{**mine, "unsupported": note[0]["unsupported"]}]
     copies, other = copy_rate if device.startswith("cpu") else None, baselines.get(baseline_key(case))
 
     def measured(of_library: list[Row]) -> Row:
         found = _with_mean(of_library)
         return found | traffic(case, note[0], found["time_us"]) | _bound(case, note, found["time_us"], copies)
 
-    mine, theirs = measured(note), None if other is None else measured(other)
+    mine |= measured(exposed(note)) | _halves(note) | _goal(case) | planned(options, case)
+    mine |= between_nodes(case, note[0], mine["time_us"])
+    if case.is_halved:  # its bytes travel beside the time that counts, so they have no rate
+        return [mine | dict.fromkeys((name for name in mine if name.endswith("_gb_per_s")), None) | _NO_RATIOS]
+    theirs = None if other is None else measured(other)
     ratio = None if theirs is None else theirs["time_us"] / mine["time_us"]
-    mine |= planned(options, case) | between_nodes(case, note[0], mine["time_us"])
-    rows = [{**common, "library": "weft", "source": case.source, **mine, "ratio_vs_all_to_all": ratio}]
+    rows = [{**mine, "ratio_vs_all_to_all": ratio}]
     if theirs is not None and case.source != "ordinary":
         library = {"library": "all_to_all_single", "source": None, "planned_on": None, "planned_us": None}
         rows.append({**common, **library, **theirs, **between_nodes(case, {}, 0.0), "ratio_vs_all_to_all": 1.0})
     return rows
+
+
+def _form(case: Case) -> Row:
+    """How it was called, and what only some calls have."""
+    names = ("unsupported", "send_us", "receive_us", "work_us", "must_us", "stretch_us")
+    return {"is_graphed": case.is_graphed, "is_halved": case.is_halved, **dict.fromkeys(names)}
+
+
+def _halves(note: list[Row]) -> Row:
+    """Medians of each half of the slowest rank, where there were events between them; the work that hid the wire."""
+    halves = {name: statistics.median(slowest([rank[name] for rank in note])) for name in _HALVES if name in note[0]}
+    return {**halves, **({"work_us": note[0]["work_us"]} if "work_us" in note[0] else {})}
+
+
+def _goal(case: Case) -> Row:
+    return {} if case.goal is None else {"must_us": case.goal.must_us, "stretch_us": case.goal.stretch_us}
 
 
 def _with_mean(note: list[Row]) -> Row:
@@ -158,6 +196,13 @@ def _machine(ranks: Sequence[Row], copies: Sequence[Row], copy_rate: float, load
         "window_bytes": _largest(copies, "control_bytes", "heap_bytes"),
         "heap_peak_bytes": _largest(copies, "heap_peak"),
     }
+
+
+def _network(options: Options, device_name: str | None) -> str | None:
+    """What rows went through between nodes."""
+    if options.nodes == 1:
+        return None
+    return "copies" if device_name is None else env.network()
 
 
 def _largest(ranks: Sequence[Row], *names: str) -> int | None:

@@ -111,6 +111,18 @@ class Samples:
             rows.append(sum(int((nodes == node).any(dim=1).sum()) for node in others))
         return rows
 
+    def row_counts(self, case: Case) -> dict[str, Any]:
+        """What the bytes of a case are counted from: tokens and received rows of this rank, rows of every rank."""
+        traffic = self.traffic()
+        return {
+            "num_tokens": len(self.topk_idx),
+            "received_rows": int(self.expected(case)[self.rank].num_rows),
+            "out_rows": traffic.out_rows(),
+            "in_rows": traffic.in_rows(),
+            "logical_rows": traffic.logical_rows(),
+            "network_rows": self.network_rows(),
+        }
+
     def x(self, rows: str) -> _Rows:
         """This rank's x [T, H]: "bf16", of the case's dtype, or "fp8": quantised, with a scale per 128."""
         return self._input(rows)[0]

@@ -12,6 +12,7 @@ from torch import Tensor
 import weft
 from weft.bench.cases import CALLS_IN_GRAPH, Case
 from weft.bench.rank import BenchRank
+from weft.bench.samples import parts_of
 from weft.limits import default_heap_bytes
 from weft.verify.check import Mismatch, poison
 
@@ -34,7 +35,7 @@ def small_calls(worker: BenchRank, case: Case) -> Iterator[Callable[[], None]]:
         deadline_s=worker.deadline_s,
     )
     with ep, contextlib.ExitStack() as stack:
-        calls = _Calls(worker, case, ep, capacity)
+        calls = Calls(worker, case, ep, capacity)
         stack.callback(calls.drop)
         calls.once()
         wrong = [*calls.problems()]  # raised when no other rank waits for this one any more
@@ -66,7 +67,7 @@ def _heap_bytes(worker: BenchRank, case: Case, capacity: int) -> int:
     return least + _RESULTS_ALIVE * (rows * row_bytes + plan_bytes)
 
 
-class _Calls:
+class Calls:
     """dispatch, combine or both. Results of the call before are dropped first."""
 
     def __init__(self, worker: BenchRank, case: Case, ep: weft.ExpertParallel, capacity: int | None) -> None:
@@ -85,7 +86,7 @@ class _Calls:
         if case.op != "dispatch":
             self.dispatch()
             outputs, self.want_y = self.samples.outputs(case)
-            self.outputs = outputs.new_zeros((*self.result().topk_weights.shape, outputs.shape[-1]))
+            self.outputs = outputs.new_zeros((*parts_of(self.result().x)[0].shape[:-1], outputs.shape[-1]))
             self.outputs[: len(outputs)] = outputs
 
     def result(self) -> weft.Dispatched:
@@ -110,10 +111,8 @@ class _Calls:
     def poison(self) -> None:
         """Fill what the next call must write."""
         if self.case.op != "combine":
-            x = self.result().x
-            for part in (x,) if isinstance(x, Tensor) else (x.data, x.scales):
-                if part is not None:
-                    poison(part)
+            for part in parts_of(self.result().x):
+                poison(part)
         if self.y is not None:
             poison(self.y)
 

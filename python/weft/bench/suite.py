@@ -13,7 +13,7 @@ from weft.bench.facts import machine_facts
 from weft.bench.link import LinkPoint, measure, rising
 from weft.bench.options import SuiteOptions
 from weft.bench.ranks import Row, run_cases, slowest, times
-from weft.bench.rows import row_bytes, traffic
+from weft.bench.rows import row_bytes, target, traffic
 from weft.kernels import tables as tuning_files
 
 _SWEEP = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32)  # SMs of the link's curve
@@ -225,28 +225,28 @@ def _target_rows(rows: Sequence[Row], memory: Sequence[Row]) -> Iterator[Row]:
     for row in timed:
         if row["must_us"] is not None:
             what = f"{row['name']}, {row['num_sms']} SMs"
-            yield _target(what, "us", row["time_us"], row["must_us"], row["stretch_us"])
+            yield target(what, "us", row["time_us"], row["must_us"], row["stretch_us"])
     for row in rows:
         if row["suite"] == "small" and "time_us" in row and row["must_us"] is not None:
             what = f"{row['name']}, T = {row['tokens']}, in a graph"
-            yield _target(what, "us", row["time_us"], row["must_us"], row["stretch_us"])
+            yield target(what, "us", row["time_us"], row["must_us"], row["stretch_us"])
     for row in timed:
         if row["ratio_vs_link"] is not None and row["num_sms"] == 16 and row["must_us"] is not None:
             what = f"rate / link limit: {row['name']}, {row['num_sms']} SMs"
-            yield _target(what, "ratio", row["ratio_vs_link"], _MUST_RATIO, _STRETCH_RATIO, more_is_better=True)
+            yield target(what, "ratio", row["ratio_vs_link"], _MUST_RATIO, _STRETCH_RATIO, more_is_better=True)
     for row in timed:
         if row["call_over_kernel"] is not None and row["must_us"] is not None:
             what = f"call time / kernel time: {row['name']}, {row['num_sms']} SMs"
-            yield _target(what, "ratio", row["call_over_kernel"], _MUST_CALL, _STRETCH_CALL)
+            yield target(what, "ratio", row["call_over_kernel"], _MUST_CALL, _STRETCH_CALL)
     for row in timed:
         if row["op"] == "combine" or row["sizes"] == "capacity":
             what = f"host time: {row['name']}, {row['num_sms']} SMs"
-            yield _target(what, "us", row["host_us"], _MUST_HOST_US, _STRETCH_HOST_US)
+            yield target(what, "us", row["host_us"], _MUST_HOST_US, _STRETCH_HOST_US)
     yield from _quarter_rows(rows)
     for row in memory:
         if "registered_bytes" in row:
             what = f"registered memory beside the heap, T = {row['tokens']}"
-            yield _target(what, "GB", row["registered_bytes"] / 1e9, _MUST_GB, _STRETCH_GB)
+            yield target(what, "GB", row["registered_bytes"] / 1e9, _MUST_GB, _STRETCH_GB)
 
 
 def _quarter_rows(rows: Sequence[Row]) -> Iterator[Row]:
@@ -265,7 +265,7 @@ def _quarter_rows(rows: Sequence[Row]) -> Iterator[Row]:
         fixed_us = whole["time_us"] - us_a_byte * whole["link_bytes"]
         what = f"rate at T = 1024 / at 4096, fixed {fixed_us:.0f} us taken off: {name}, {num_sms} SMs"
         value = us_a_byte * quarter["link_bytes"] / max(quarter["time_us"] - fixed_us, 1e-3)
-        yield _target(what, "ratio", value, _MUST_QUARTER, _STRETCH_QUARTER, more_is_better=True)
+        yield target(what, "ratio", value, _MUST_QUARTER, _STRETCH_QUARTER, more_is_better=True)
 
 
 def _crossover_rows(rows: Sequence[Row]) -> Iterator[Row]:
@@ -281,19 +281,3 @@ def _crossover_rows(rows: Sequence[Row]) -> Iterator[Row]:
         most = max((tokens for tokens in compared if not slower or tokens < min(slower)), default=0)
         found: Row = {"op": op, "layout": layout, "rows": kind, "most_tokens": most, "is_bound": not slower}
         yield {"kind": "crossover", **found}
-
-
-def _target(what: str, unit: str, value: float, must: float, stretch: float, *, more_is_better: bool = False) -> Row:
-    def reaches(goal: float) -> bool:
-        return value >= goal if more_is_better else value <= goal
-
-    met = "stretch" if reaches(stretch) else "must" if reaches(must) else "no"
-    return {
-        "kind": "target",
-        "target": what,
-        "unit": unit,
-        "value": value,
-        "must": must,
-        "stretch": stretch,
-        "met": met,
-    }

@@ -19,6 +19,7 @@ import weft
 from weft.bench.baselines import Baselines, with_baseline
 from weft.bench.cases import CALLS_IN_GRAPH, EXPERTS, ONE_SHAPE, Case
 from weft.bench.grouped_gemm import Experts
+from weft.bench.halves import run_halves
 from weft.bench.options import Options, SuiteOptions
 from weft.bench.samples import Samples, parts_of, result_bytes
 from weft.bench.small_worker import small_calls
@@ -131,9 +132,11 @@ class Worker:
 
     def run(self, case: Case) -> dict[str, Any]:
         """Check, then time. The result is this rank's; a case of a suite that is refused or wrong on any rank is not
-        timed. Raises Mismatch, or what refuses it, for a case of one shape.
+        timed, nor are halves that are refused. Raises Mismatch, or what refuses it, for other cases of one shape.
         """
         self.samples.use(case)
+        if case.is_halved:
+            return {**run_halves(self, case), **self.memory}
         if case.suite == ONE_SHAPE:
             with self._prepared(case) as right:
                 return {**self._timed(case, right), **self.memory}
@@ -161,17 +164,7 @@ class Worker:
             times = time_replays(call, num_calls=CALLS_IN_GRAPH, samples=_SAMPLES, meet=self.meeting.wait)
         else:
             times = time_calls(call, iters=iters, warmup=self.options.warmup, device=device, meet=self.meeting.wait)
-        traffic = self.samples.traffic()
-        return {
-            "num_tokens": len(self.samples.topk_idx),
-            "received_rows": int(self.samples.expected(case)[self.comm.rank].num_rows),
-            "gpu_us": times.gpu_us,
-            "host_us": times.host_us,
-            "out_rows": traffic.out_rows(),
-            "in_rows": traffic.in_rows(),
-            "logical_rows": traffic.logical_rows(),
-            "network_rows": self.samples.network_rows(),
-        }
+        return {"gpu_us": times.gpu_us, "host_us": times.host_us, **self.samples.row_counts(case)}
 
     def is_profiled(self, case: Case) -> bool:
         """Whether the profiler records the case."""

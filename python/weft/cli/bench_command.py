@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,12 +10,13 @@ import typer
 
 from weft.bench.cases import SUITES
 from weft.bench.options import Options, SuiteOptions
+from weft.bench.rows import name_of
 from weft.cli import options
 from weft.cli.bench_control import run_control
 from weft.cli.bench_deep_ep import run_deep_ep
 from weft.cli.bench_elastic import run_elastic
 from weft.cli.bench_late import run_who_is_late
-from weft.cli.bench_suite import run_suite
+from weft.cli.bench_suite import print_targets, run_suite
 from weft.cli.output import EXIT_FAILED, Output, command_output
 from weft.errors import InvalidArgument
 
@@ -45,8 +47,10 @@ _DEEP_EP_HELP = "Time the calls of weft.deep_ep beside Weft's own: host time a c
 _PLOT_HELP = "Draw the suite's bandwidth against SMs and T (png, pdf, svg; needs matplotlib)."
 _NODES_HELP = "The ranks are in so many nodes of equal size, though on one machine; see docs/benchmarking.md."
 _ISOLATION_HELP = "Ranks as processes or threads; auto: processes, but threads where ranks of nodes share a GPU."
+_HALVES_HELP = """Time dispatch and combine in two halves (staged=True) too, with the wire hidden behind other work of
+the GPU; see docs/benchmarking.md."""
 _PRESET_HELP = "Print what `weft plan` says of this machine beside each time."
-_ONE_SHAPE_FLAGS = {"nodes": "--nodes", "isolation": "--isolation", "machine": "--preset"}
+_ONE_SHAPE_FLAGS = {"nodes": "--nodes", "isolation": "--isolation", "machine": "--preset", "halves": "--halves"}
 # Flags that make `weft bench --device cuda` time this one shape.
 _SHAPE_FLAGS = [
     "tokens",
@@ -63,6 +67,7 @@ _SHAPE_FLAGS = [
     "mode",
     "nodes",
     "machine",
+    "halves",
 ]
 
 
@@ -98,6 +103,7 @@ def bench(
     isolation: Annotated[
         Literal["auto", "process", "thread"], typer.Option("--isolation", metavar="NAME", help=_ISOLATION_HELP)
     ] = "auto",
+    halves: Annotated[bool, typer.Option("--halves", help=_HALVES_HELP)] = False,
     machine: Annotated[str | None, typer.Option("--preset", metavar="NAME", help=_PRESET_HELP)] = None,
     suite: Annotated[str | None, typer.Option("--suite", help=_SUITE_HELP)] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help=_PLOT_HELP)] = None,
@@ -168,6 +174,7 @@ def bench(
             nodes=nodes,
             isolation=isolation,
             preset=machine,
+            halves=halves,
         )
         from weft.verify.check import Mismatch
 
@@ -211,10 +218,19 @@ def _bench(output: Output, chosen: Options) -> None:
     if chosen.nodes > 1 or chosen.preset is not None:
         columns = (*columns[:3], "planned us", "network MB", "network GB/s", *columns[3:])
         cells = [(*row[:3], *more, *row[3:]) for row, more in zip(cells, map(_more_cells, report.rows), strict=True)]
+    if any(row["must_us"] is not None for row in report.rows):
+        columns = (*columns[:2], "must us", *columns[2:])
+        cells = [(*row[:2], _number(of["must_us"]), *row[2:]) for row, of in zip(cells, report.rows, strict=True)]
+    if chosen.halves:
+        columns = (*columns[:2], "send us", "receive us", *columns[2:])
+        cells = [(*row[:2], *_halves(of), *row[2:]) for row, of in zip(cells, report.rows, strict=True)]
     spare = tuple(map(columns.index, ("result MB", "wire MB", "host us", "logical GB/s")))
     output.table("slowest rank; results were compared with the reference first", columns, cells, spare=spare)
     if chosen.nodes > 1:
-        output.text(f"{chosen.nodes} nodes of {chosen.node_ranks} ranks, all on this machine: no network was there")
+        network = "NCCL's network" if machine["network"] == "nccl" else "no network was there"
+        output.text(f"{chosen.nodes} nodes of {chosen.node_ranks} ranks, all on this machine: {network}")
+    _print_halves(output, report.rows)
+    print_targets(output, report.targets)
     output.text(
         f"memory copy, all ranks at once: {machine['memory_copy_gb_per_s']:.2f} GB/s; "
         f"start-up: import {startup['import_s']:.2f} s, ranks {startup['start_s']:.2f} s, "
@@ -222,28 +238,44 @@ def _bench(output: Output, chosen: Options) -> None:
     )
 
 
+def _print_halves(output: Output, rows: Sequence[dict[str, Any]]) -> None:
+    """What hid the wire, and what was refused."""
+    work_us = {row["work_us"] for row in rows if row["work_us"] is not None}
+    if work_us:
+        output.text(f"in two halves: without the work of up to {max(work_us):.0f} us before each, in which rows arrive")
+    for row in rows:
+        if row["unsupported"] is not None:
+            output.text(f"{name_of(row)}: {row['unsupported']}")
+
+
+def _number(value: float | None, digits: int = 0, scale: float = 1.0) -> str:
+    return "" if value is None else f"{value / scale:.{digits}f}"
+
+
+def _halves(row: dict[str, Any]) -> tuple[str, str]:
+    return _number(row["send_us"], 1), _number(row["receive_us"], 1)
+
+
 def _more_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    planned_us, num_bytes = row["planned_us"], row["network_bytes"]
-    return (
-        "" if planned_us is None else f"{planned_us:.0f}",
-        "" if num_bytes is None else f"{num_bytes / 1e6:.2f}",
-        "" if num_bytes is None else f"{row['network_gb_per_s']:.2f}",
-    )
+    if "time_us" not in row:
+        return "", "", ""
+    rate = _number(row["network_gb_per_s"], 2)
+    return _number(row["planned_us"]), _number(row["network_bytes"], 2, 1e6), rate
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    source = f", {row['source']} tensor" if row["op"] == "combine" and row["source"] else ""
-    name = f"{row['library']} {row['op']}{source}"
-    against_copy, against_baseline = row["ratio_vs_memory_copy"], row["ratio_vs_all_to_all"]
+    if "time_us" not in row:
+        return (name_of(row), "unsupported", *[""] * (len(_COLUMNS) - 2))
+    digits = 1 if row["is_halved"] else 0
     return (
-        name,
-        f"{row['time_us']:.0f}",
-        f"{row['time_p99_us']:.0f}",
-        f"{row['host_us']:.0f}",
-        f"{row['wire_bytes'] / 1e6:.2f}",
-        f"{row['wire_gb_per_s']:.2f}",
-        f"{row['logical_gb_per_s']:.2f}",
-        f"{row['result_bytes'] / 1e6:.2f}",
-        "" if against_baseline is None else f"{against_baseline:.2f}",
-        "" if against_copy is None else f"{against_copy:.2f}",
+        name_of(row),
+        _number(row["time_us"], digits),
+        _number(row["time_p99_us"], digits),
+        _number(row["host_us"]),
+        _number(row["wire_bytes"], 2, 1e6),
+        _number(row["wire_gb_per_s"], 2),
+        _number(row["logical_gb_per_s"], 2),
+        _number(row["result_bytes"], 2, 1e6),
+        _number(row["ratio_vs_all_to_all"], 2),
+        _number(row["ratio_vs_memory_copy"], 2),
     )

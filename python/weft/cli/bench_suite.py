@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,21 @@ def _print(output: Output, rows: list[dict[str, Any]]) -> None:
     if crossovers:
         columns = ("operation", "layout", "rows", "small-batch kernels are faster up to T")
         output.table("crossovers, by what was timed", columns, crossovers)
+    print_targets(output, by_kind.get("target", []))
+
+
+def print_targets(output: Output, rows: Sequence[dict[str, Any]]) -> None:
+    """A table of rows of kind `target`, if there are any."""
     targets = [
-        (row["target"], row["unit"], f"{row['value']:.3g}", f"{row['must']:g}", f"{row['stretch']:g}", row["met"])
-        for row in by_kind.get("target", [])
+        (
+            row["target"],
+            row["unit"],
+            f"{row['value']:.3g}",
+            f"{row['must']:g}",
+            "" if row["stretch"] is None else f"{row['stretch']:g}",
+            row["met"],
+        )
+        for row in rows
     ]
     if targets:
         output.table("targets", ("what", "unit", "measured", "must", "stretch", "met"), targets)
