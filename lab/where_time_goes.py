@@ -35,7 +35,9 @@ NOTIFY_ROWS = """    if (tells(s_.lane)) {
 """
 SAY_EARLY = "      if (has_peer(flight)) peers.notify(Phase::kSend, flight, b_.lane, block);\n"
 SAY_ALL = "    if (tells(flight)) peers.notify(Phase::kReduce, flight, b_.lane, block);\n"
-RUN_COMBINE = "  transport::with_route<kConfig.route>(args, [&] { SmallCombine<kConfig>(args).run(); });\n"
+RUN_COMBINE = (
+    "  transport::with_route<kConfig.route>(args, [&] { SmallCombine<kConfig>(args).run(); }, !kConfig.receives);\n"
+)
 PLACES = {  # of an operation: header, statement, the place in front of it, the place behind it
     "dispatch": (
         (DISPATCH, "  if (threadIdx.x == 0) {  // behind it there is", FIRST, None),

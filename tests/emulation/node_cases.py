@@ -18,6 +18,7 @@ from machine import Launch
 from world import Inputs, Received, World
 
 BLOCK, GIN = 2, 3  # as weft::Route
+HELD = 16  # bytes in front of EmulatedSwitch::is_held
 NUM_CONTEXTS = 2  # the ring of messages shares that of block 0
 FIRST_SEQUENCE_BYTES = 8
 FORWARD_HEADER = 32  # as kGpuForwardHeader
@@ -236,9 +237,13 @@ class GinNodes(Nodes):
         self._rails = [self._zeroed(window_bytes) for _ in range(num_ranks)]
         addresses = {f"memory{rank}": address for rank, address in enumerate(self._rails)}
         addresses |= {f"signals{rank}": self._zeroed(signal_bytes) for rank in range(num_ranks)}
-        addresses["network"] = self._zeroed(network_bytes)
+        addresses["network"] = self._network = self._zeroed(network_bytes)
         tells = [compiler.tell("gin_memory.cc", {**fields, **addresses, "rank": rank}) for rank in range(num_ranks)]
         self._arguments = [self._argument(bytes.fromhex(told.split()[5])) for told in tells]
+
+    def hold(self, is_held: bool) -> None:
+        """Whether nothing crosses."""
+        self.world.memory.set_word(self._network + HELD, int(is_held))
 
 
 def with_nodes(

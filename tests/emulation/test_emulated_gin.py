@@ -4,15 +4,17 @@ A stand-in for NCCL's device calls carries them (include/nccl_device.h): it has 
 """
 
 import dataclasses
+from typing import Any
 
 import pytest
 from combine_cases import CombineCase
-from dispatch_cases import Case
+from dispatch_cases import Case, Runner
 from kernels import Compiler, Mutant
-from machine import Streams, is_found
+from machine import LaunchFailed, Streams, is_found
 from node_cases import CHUNK_ROWS, NODE_TIMEOUT_NS, GinNodes, with_nodes
 from test_emulated_failures import DEADLINE, words
-from test_emulated_node_small import COMBINES, DISPATCHES
+from test_emulated_node_small import BRIEF, COMBINES, DISPATCHES, behind
+from test_emulated_node_small import TWO as TWO_SMALL
 from test_emulated_node_sums import CASES as SUMS
 from test_emulated_nodes import CASES, TWO
 
@@ -61,6 +63,50 @@ def test_sums_of_small_batches(compiler: Compiler, name: str) -> None:
     """The same."""
     node_ranks, case = COMBINES[name]
     assert run(compiler, case, node_ranks, chunk_rows=8) == []
+
+
+HALVES = {
+    "dispatch": dataclasses.replace(TWO_SMALL, is_split=True, num_rounds=1),
+    "combine": behind(dataclasses.replace(BRIEF, is_split=True, num_rounds=1, seed=1), 2, hidden=600),
+}
+
+
+def run_halves(compiler: Compiler, case: Case | CombineCase, mutant: Mutant | None = None) -> None:
+    """The sending half of the last call runs while nothing crosses."""
+    runner = with_nodes(compiler, case, 2, mutant, network=GinNodes, chunk_rows=8)
+
+    def launch(streams: list[Any]) -> None:
+        Streams(runner.memory, streams, seed=1, timeout_s=60).run()
+
+    try:
+        round_ = Runner.add_round(runner)
+        if isinstance(case, CombineCase):
+            launch(runner.streams)
+            for stream in runner.streams:
+                stream.clear()
+            runner.add_combines(round_)
+        runner.nodes.hold(True)
+        launch([stream[:1] for stream in runner.streams])
+        runner.nodes.hold(False)
+        launch([stream[1:] for stream in runner.streams])
+        assert [*runner.world.problems(runner.num_operations), *runner.differences(round_)] == []
+    finally:
+        runner.memory.close()
+
+
+@pytest.mark.parametrize("op", HALVES)
+def test_a_sending_half_waits_for_nothing_that_crosses(compiler: Compiler, op: str) -> None:
+    """It ends; the other half finds all that it has posted."""
+    run_halves(compiler, HALVES[op])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("op", HALVES)
+def test_a_sending_half_that_waits_is_found(compiler: Compiler, op: str) -> None:
+    """It would hold SMs."""
+    mutant = Mutant("a sending half waits", "weft/transport/rail_gin.cuh", "  if (goes_on) return;\n", "")
+    with pytest.raises(LaunchFailed, match="what is held in the network"):
+        run_halves(compiler, HALVES[op], mutant)
 
 
 MUTANTS = (

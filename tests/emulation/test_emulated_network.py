@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from emulated_gpu import EmulatedRanks, gpu
 from kernels import HERE, INCLUDE
-from node_calls import NODE, SMALL, check_calls, check_late_rank, inputs_here, opened
+from node_calls import NODE, SMALL, check_calls, check_late_rank, opened
+from small_node_calls import check_small_calls
 
 import weft
 from pool import RankFailed, RankState
@@ -79,21 +80,11 @@ def test_calls(ranks: Any, nccl: FakeNccl, num_ranks: int, layout: str) -> None:
     check_calls(ranks, SMALL, num_ranks, layout)
 
 
-def small_refused(state: RankState, options: dict[str, Any]) -> str:
-    """The error; calls that are no small batches go on behind it."""
-    with opened(state, SMALL) as ep:
-        given = inputs_here(state, SMALL, 0)
-        with pytest.raises(weft.Unsupported) as error:
-            ep.dispatch(*given, max_tokens=max(SMALL.num_tokens), capacity=SMALL.room, **options)
-        ep.dispatch(*given)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("options", [{"mode": "latency"}, {"staged": True}], ids=["one launch", "two"])
-def test_small_batches_are_refused(ranks: Any, nccl: FakeNccl, options: dict[str, Any]) -> None:
-    """By all ranks, before anything is sent."""
-    for text in ranks.run(4, small_refused, [options] * 4):
-        assert "small batches over NCCL's network" in text
+@pytest.mark.parametrize("staged", [False, True], ids=["one launch", "two"])
+@pytest.mark.parametrize(("num_ranks", "layout"), [(4, "masked"), (3, "rank_major")])
+def test_small_calls(ranks: Any, nccl: FakeNccl, num_ranks: int, layout: str, staged: bool) -> None:
+    """Of small batches."""
+    check_small_calls(ranks, SMALL, num_ranks, layout, staged=staged)
 
 
 def test_a_rebuild_has_another_generation(ranks: Any, nccl: FakeNccl) -> None:

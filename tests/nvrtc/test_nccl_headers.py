@@ -174,7 +174,12 @@ def test_structs_of_the_engine_are_those_of_nccl(include: Path, tmp_path: Path) 
 def test_kernels_with_nodes_compile(include: Path, backend: str, tmp_path: Path) -> None:
     """As windows render them, with what WEFT_NETWORK=nccl puts in front."""
     folder = headers.prepare(include, tmp_path)
-    for name in ("dispatch rank_major, plain, int64 ids", "combine rank_major from the heap, domains of 2"):
+    for name in (
+        "dispatch rank_major, plain, int64 ids",
+        "combine rank_major from the heap, domains of 2",
+        "small dispatch masked, fp8, int64 ids, sends",
+        "small combine rank_major, domains of 2",
+    ):
         source = source_of(name).replace("<weft::Route>(2)", f"<weft::Route>({GIN})")
         kernel = f'#include "weft/transport/rail_gin.cuh"\n{source}'
         assert compiled(kernel, folder, backend, "sm_90").cubin, name

@@ -162,16 +162,16 @@ __device__ u32 num_blocks() {
   return kConfig.route == Route::kDirect ? gridDim.x : static_cast<u32>(kConfig.num_blocks);
 }
 
-// Around a kernel: work(), and what the route does itself, in blocks of its own.
+// Around a kernel: work(), and what the route does itself, in blocks of its own. `goes_on`: the operation does, in another launch.
 template <Route kRoute, class Args, class Work>
-__device__ void with_route(const Args& args, const Work& work) {
+__device__ void with_route(const Args& args, const Work& work, bool goes_on = false) {
   if constexpr (kRoute == Route::kDirect) {
     work();
   } else {
     const auto& rail = *static_cast<const typename Peers<kRoute>::Rail*>(args.rail);
     if (serve_route(args.view, rail)) return;
     work();
-    leave_route(args.view, rail);
+    leave_route(args.view, rail, goes_on);
   }
 }
 

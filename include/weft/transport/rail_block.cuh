@@ -162,7 +162,7 @@ __device__ inline bool serve_route(const WindowView& view, const BlockRail& rail
 }
 
 // By all threads of the other blocks, at their end.
-__device__ inline void leave_route(const WindowView& view, const BlockRail& rail) {
+__device__ inline void leave_route(const WindowView& view, const BlockRail& rail, bool) {
   __syncthreads();
   if (threadIdx.x == 0) ptx::add_release_sys(reinterpret_cast<u64*>(rail.memory[view.rank] + rail.head()), 1);
 }

@@ -94,8 +94,10 @@ class GinRing {
 __device__ inline bool serve_route(const WindowView&, const GinRail&) { return false; }
 
 // By all threads, at their end: what a peer waits for must not be lost when this rank closes its window. A thread a peer; at the
-// deadline it is given up, and the peer sees what is missing.
-__device__ inline void leave_route(const WindowView& view, const GinRail& rail) {
+// deadline it is given up, and the peer sees what is missing. An operation that goes on leaves that to its last launch: none holds SMs
+// for what crosses meanwhile.
+__device__ inline void leave_route(const WindowView& view, const GinRail& rail, bool goes_on) {
+  if (goes_on) return;
   __syncthreads();
   const i32 peer = static_cast<i32>(threadIdx.x);
   if (peer >= view.num_ranks || peer == view.rank) return;

@@ -272,7 +272,7 @@ __device__ inline bool serve_route(const WindowView& view, const LoopRail& rail)
 }
 
 // By all threads of the other blocks, at their end.
-__device__ inline void leave_route(const WindowView& view, const LoopRail& rail) {
+__device__ inline void leave_route(const WindowView& view, const LoopRail& rail, bool) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   ptx::add_release_sys(&reinterpret_cast<LoopHead*>(rail.memory[view.rank])->num_ended, 1);

@@ -15,9 +15,6 @@ namespace {
 }
 
 void check_call(const GpuWindowShape& shape, const CallSpec& spec, i64 record_bytes) {
-  if (spec.is_small && has_gin(shape)) {
-    refuse("small batches over NCCL's network", "mode=\"throughput\" and staged=False, or WEFT_NETWORK=block");
-  }
   if (record_bytes > shape.landing_row_bytes) {
     refuse("rows of " + std::to_string(record_bytes) + " bytes",
            "at most " + std::to_string(shape.landing_row_bytes) + " in this window");

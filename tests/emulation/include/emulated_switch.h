@@ -19,7 +19,8 @@ struct EmulatedSwitch {
   static constexpr weft::u32 kMostPosts = 2048;
   weft::u32 lock;
   weft::u32 num_posts;
-  weft::u64 gone;  // ranks whose memory is not there any more, a bit each
+  weft::u64 gone;     // ranks whose memory is not there any more, a bit each
+  weft::u64 is_held;  // nothing crosses, and who waits until it has makes a mistake
   EmulatedPost posts[kMostPosts];
 
   static weft::u64 queue(weft::i32 from, weft::i32 context, weft::i32 to) {

@@ -51,7 +51,10 @@ class ncclGin {
   void signal(ncclTeam team, int peer, ncclGin_WeakSignalAdd signal) const { post(team, peer, {}, signal); }
 
   weft::u64 readSignal(ncclGinSignal_t signal, int, cuda::memory_order) const { return read(word(comm.rank, signal)); }
-  weft::u64 readCounter(ncclGinCounter_t counter, int, cuda::memory_order) const { return read(counter_word(counter)); }
+  weft::u64 readCounter(ncclGinCounter_t counter, int, cuda::memory_order) const {
+    if (network().is_held != 0) emulation::fail("a wait for what is held in the network");
+    return read(counter_word(counter));
+  }
 
  private:
   weft::u64 read(const weft::u64* word) const {
@@ -100,6 +103,7 @@ class ncclGin {
   // Each that is there, in an order that changes, waits for another time as often as not.
   void carry() const {
     EmulatedSwitch& all = network();
+    if (all.is_held != 0) return;
     all.locked([&] {
       for (weft::u32 left = all.num_posts; left > 0; --left) {
         if (emulation::random_below(2) == 0) continue;

@@ -244,7 +244,7 @@ class SmallCombine {
 
 template <SmallCombineKernelConfig kConfig>
 __device__ void small_combine(const SmallCombineKernelArgs& args) {
-  transport::with_route<kConfig.route>(args, [&] { SmallCombine<kConfig>(args).run(); });
+  transport::with_route<kConfig.route>(args, [&] { SmallCombine<kConfig>(args).run(); }, !kConfig.receives);
 }
 
 }  // namespace weft::kernels

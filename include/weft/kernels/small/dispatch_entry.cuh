@@ -198,7 +198,7 @@ __device__ void small_dispatch(const SmallDispatchKernelArgs& args) {
   constexpr transport::FlightPart kPart = kConfig.sends && kConfig.receives ? transport::FlightPart::kWhole
                                           : kConfig.sends                   ? transport::FlightPart::kSend
                                                                             : transport::FlightPart::kReceive;
-  transport::with_route<kConfig.route>(args, [&] {
+  const auto work = [&] {
     if (threadIdx.x == 0) {  // behind it there is a barrier in begin_flight
       if constexpr (kConfig.has_nodes()) SmallDispatchNodes<kConfig>::failure() = 0;
       if constexpr (kConfig.sends && !kConfig.is_cached) SmallDispatchSend<kConfig>::bad_ids().clear();
@@ -210,7 +210,8 @@ __device__ void small_dispatch(const SmallDispatchKernelArgs& args) {
                                 kPart),
         static_cast<i32>(threadIdx.x / ptx::kWarpLanes), static_cast<i32>(threadIdx.x % ptx::kWarpLanes)};
     if (!state.flight.is_dead) SmallDispatch<kConfig>(state).run();
-  });
+  };
+  transport::with_route<kConfig.route>(args, work, !kConfig.receives);
 }
 
 }  // namespace weft::kernels
