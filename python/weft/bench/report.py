@@ -20,7 +20,7 @@ from weft.bench.options import Options, one_shape
 from weft.bench.planned import planned
 from weft.bench.ranks import Row, isolation_of, run_cases, slowest, times
 from weft.bench.rows import between_nodes, exposed, name_of, row_bytes, target, traffic
-from weft.machine import where
+from weft.machine import port_counters, where
 
 _IMPORT_CODE = """import sys, time
 sys.path.insert(0, sys.argv[1])
@@ -34,16 +34,17 @@ _NO_RATIOS = dict.fromkeys(("memory_copy_bound_us", "ratio_vs_memory_copy", "rat
 
 @dataclass(frozen=True)
 class Report:
-    """A benchmark's rows: the machine, the start-up times, one row per library and operation, then the targets."""
+    """A benchmark's rows: machine, start-up times, one row per library and operation, then targets and NICs' ports."""
 
     machine: Row
     startup: Row
     rows: tuple[Row, ...]
     targets: tuple[Row, ...] = ()
+    ports: tuple[Row, ...] = ()
 
     def all_rows(self) -> tuple[Row, ...]:
         """Every row, as JSON lines hold them."""
-        return (self.machine, self.startup, *self.rows, *self.targets)
+        return (self.machine, self.startup, *self.rows, *self.targets, *self.ports)
 
 
 def run(options: Options) -> Report:
@@ -64,7 +65,9 @@ def run(options: Options) -> Report:
         chosen = tuple(dataclasses.replace(case, tokens=most) for case in chosen)
     where.say(f"starting {options.ranks} ranks")
     spawned_at_ns = time.monotonic_ns()
+    ports = port_counters.read()
     notes, error = run_cases(chosen, options)
+    grown = tuple(port_counters.growth(ports, port_counters.read()))
     if error is not None:
         raise error
     by_kind: dict[str, list[list[Row]]] = {}
@@ -87,7 +90,8 @@ def run(options: Options) -> Report:
         rows += _rows_of(options, chosen[note[0]["number"]], note, baselines, copy_rate, ranks[0]["device"])
     machine = _machine(ranks, copies, copy_rate, load_average)
     machine |= {"isolation": isolation_of(options), "network": _network(options, machine["device_name"])}
-    return Report(machine, startup, tuple(rows), target_rows(rows) if machine["device_name"] is not None else ())
+    targets = target_rows(rows) if machine["device_name"] is not None else ()
+    return Report(machine, startup, tuple(rows), targets, grown)
 
 
 def target_rows(rows: Sequence[Row]) -> tuple[Row, ...]:

@@ -231,6 +231,7 @@ def _bench(output: Output, chosen: Options) -> None:
         output.text(f"{chosen.nodes} nodes of {chosen.node_ranks} ranks, all on this machine: {network}")
     _print_halves(output, report.rows)
     print_targets(output, report.targets)
+    _print_ports(output, report.ports)
     output.text(
         f"memory copy, all ranks at once: {machine['memory_copy_gb_per_s']:.2f} GB/s; "
         f"start-up: import {startup['import_s']:.2f} s, ranks {startup['start_s']:.2f} s, "
@@ -246,6 +247,21 @@ def _print_halves(output: Output, rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         if row["unsupported"] is not None:
             output.text(f"{name_of(row)}: {row['unsupported']}")
+
+
+def _print_ports(output: Output, ports: Sequence[dict[str, Any]]) -> None:
+    """What NICs carried meanwhile, whoever sent it, and what does not look right."""
+    from weft.machine.port_counters import MEANINGS
+
+    for port in ports:
+        carried = [
+            f"{_number(port[f'{way}_bytes'], 2, 1e9)} GB {way}"
+            for way in ("sent", "received")
+            if port[f"{way}_bytes"] is not None
+        ]
+        output.text(f"port {port['port']}: {', '.join(carried) or 'bytes are not counted'}")
+        for name, value in port["grown"].items():
+            output.text(f"  {name.split('/')[-1]} +{value}: {MEANINGS[name]}")
 
 
 def _number(value: float | None, digits: int = 0, scale: float = 1.0) -> str:
