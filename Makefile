@@ -46,7 +46,7 @@ demo: $(installed) ## train a small MoE language model over four ranks (DEMO="--
 prepare: $(environment) $(installed) ## make .venv, build and install the package
 
 .PHONY: test
-test: native-test $(environment) $(installed) ## run every test (TESTS="tests/python -k capacity" for some)
+test: $(if $(filter no,$(NATIVE)),,native-test) $(environment) $(installed) ## run every test (TESTS="tests/python -k capacity" for some, NATIVE=no without C++)
 	$(python) -m pytest $(if $(TESTS),$(TESTS),-n $$(($(JOBS) + 1)) --maxprocesses 8 --dist loadscope)
 
 .PHONY: test-quick
