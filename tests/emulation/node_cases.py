@@ -14,7 +14,7 @@ from typing import Any
 from combine_cases import CombineCase, Combined, CombineRunner
 from dispatch_cases import Case, Runner
 from kernels import Compiler, Mutant, Program
-from machine import Launch
+from machine import Launch, Streams
 from world import Inputs, Received, World
 
 BLOCK, GIN = 2, 3  # as weft::Route
@@ -244,6 +244,31 @@ class GinNodes(Nodes):
     def hold(self, is_held: bool) -> None:
         """Whether nothing crosses."""
         self.world.memory.set_word(self._network + HELD, int(is_held))
+
+
+def causes_with_fewer_members(
+    compiler: Compiler, case: CombineCase, mutant: Mutant | None = None, **options: Any
+) -> list[tuple[int, int]]:
+    """What windows of 2 x 2 ranks without the last say, the cause and whether they are broken, behind a dispatch and a
+    combine of a graph that was captured when there were four: rank 2 adds for two others by now, not for one.
+    """
+    dispatch = dataclasses.replace(case.dispatch, lost_ranks=(3,), num_rounds=1)
+    runner = with_nodes(compiler, dataclasses.replace(case, dispatch=dispatch), 2, mutant, **options)
+    runner.nodes._most_parts = lambda: 2
+    runner.add_round()
+    runner.world.set_timeout(NODE_TIMEOUT_NS)
+    memory, layout = runner.memory, runner.world.layout
+    try:
+        Streams(memory, runner.streams, seed=1, timeout_s=60).run()
+        return [
+            (
+                memory.word(runner.world.host[rank] + layout["host.error"], "u4"),
+                memory.word(runner.world.control[rank] + layout["control.broken"]),
+            )
+            for rank in (0, 1, 2)
+        ]
+    finally:
+        memory.close()
 
 
 def with_nodes(

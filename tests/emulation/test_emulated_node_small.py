@@ -13,7 +13,7 @@ from combine_cases import CombineCase, CombineRunner
 from dispatch_cases import Case, Runner
 from kernels import Compiler, Mutant
 from machine import Streams, is_found, sleeping
-from node_cases import NODE_TIMEOUT_NS, with_nodes
+from node_cases import NODE_TIMEOUT_NS, causes_with_fewer_members, with_nodes
 from test_emulated_failures import words
 from world import Shape
 
@@ -132,6 +132,17 @@ COMBINES = {
         2,
         behind(dataclasses.replace(BRIEF, layout="masked", capacity=7, seed=2), 2, hidden=64, has_side=True),
     ),
+    "nodes of one rank, side values": (
+        1,
+        behind(
+            dataclasses.replace(
+                BRIEF, shape=dataclasses.replace(WINDOW, num_ranks=3, num_experts=6), tokens=(24, 0, 9), seed=12
+            ),
+            0,
+            hidden=64,
+            has_side=True,
+        ),
+    ),
     "2 x 2, FP8": (2, behind(dataclasses.replace(BRIEF, seed=3), 2, hidden=784, wire_is_fp8=True)),
     "2 x 2, expert_major, FP8, side values": (
         2,
@@ -219,6 +230,14 @@ def _run_with_others(compiler: Compiler, case: CombineCase, mutant: Mutant | Non
         return [{**words(runner, rank), "num_put": runner.nodes.chunks(rank)[0]} for rank in (0, 1, 2)]
     finally:
         runner.memory.close()
+
+
+MORE = behind(dataclasses.replace(BRIEF, tokens=(24, 24, 24, 24)), 2, hidden=200, has_side=True)
+
+
+def test_a_graph_of_when_there_were_more_members(compiler: Compiler) -> None:
+    """A rank adds for more by now than it has places for: no row goes, and the windows go on."""
+    assert causes_with_fewer_members(compiler, MORE, chunk_rows=8) == [(MOVED, 0)] * 3
 
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["one launch", "two"])
@@ -337,6 +356,22 @@ MUTANTS = (
 )
 
 
+@pytest.mark.long
+def test_side_values_that_are_read_before_they_are_stored(compiler: Compiler) -> None:
+    """The mistake is found, where a rank has no mates whose headers it would wait for."""
+    barrier = "      ptx::bar_sync_apart(kSideStored, kBoth);\n"
+    read = "      if (worst == Verdict::kOk) sums.forward_side();\n"
+    mutant = Mutant("own side values are read before they are stored", SUM_ENTRY, barrier + read, read + barrier)
+    node_ranks, case = COMBINES["nodes of one rank, side values"]
+
+    def run(seed: int) -> list[str]:
+        again = dataclasses.replace(case, dispatch=dataclasses.replace(case.dispatch, seed=seed))
+        found: list[str] = with_nodes(compiler, again, node_ranks, mutant, chunk_rows=8).run()
+        return found
+
+    assert is_found(run)
+
+
 @pytest.mark.parametrize(("mutant", "case"), MUTANTS, ids=lambda value: getattr(value, "name", ""))
 @pytest.mark.long
 def test_mistakes_are_found(compiler: Compiler, mutant: Mutant, case: Case | CombineCase) -> None:
@@ -352,6 +387,13 @@ def test_mistakes_are_found(compiler: Compiler, mutant: Mutant, case: Case | Com
         return found
 
     assert is_found(run)
+
+
+@pytest.mark.long
+def test_places_that_are_not_counted(compiler: Compiler) -> None:
+    """The mistake is found."""
+    mutant = Mutant("places are not counted", SUMS, "return Block::landing().has_no_places || ", "return ")
+    assert causes_with_fewer_members(compiler, MORE, mutant, chunk_rows=8) != [(MOVED, 0)] * 3
 
 
 @pytest.mark.long

@@ -11,9 +11,11 @@ from combine_cases import CombineCase, reseeded
 from dispatch_cases import Case
 from kernels import Compiler, Mutant
 from machine import Streams, is_found
-from node_cases import NODE_TIMEOUT_NS, with_nodes
+from node_cases import NODE_TIMEOUT_NS, causes_with_fewer_members, with_nodes
 from test_emulated_failures import DEADLINE, words
 from world import Shape
+
+MOVED = 7
 
 # Of two nodes of two ranks each, whose landing holds some tokens at a time.
 TWO = Case(
@@ -178,6 +180,22 @@ def test_mistakes_are_found(compiler: Compiler, mutant: Mutant, case: CombineCas
         return found
 
     assert is_found(run)
+
+
+@pytest.mark.parametrize("has_side", [False, True], ids=["rows", "side values"])
+def test_a_graph_of_when_there_were_more_members(compiler: Compiler, has_side: bool) -> None:
+    """A rank adds for more by now than its landing has room for: no row goes, and the windows go on."""
+    case = dataclasses.replace(PUSHED, has_side=has_side)
+    assert causes_with_fewer_members(compiler, case) == [(MOVED, 0)] * 3
+
+
+@pytest.mark.long
+def test_room_that_is_not_compared(compiler: Compiler) -> None:
+    """The mistake is found."""
+    mutant = Mutant(
+        "room is not compared", "weft/kernels/nodes.cuh", "if (has_places && static_cast", "if (static_cast"
+    )
+    assert causes_with_fewer_members(compiler, PUSHED, mutant) != [(MOVED, 0)] * 3
 
 
 @pytest.mark.parametrize("late", [1, 2])

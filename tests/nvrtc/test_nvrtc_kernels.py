@@ -47,10 +47,10 @@ ROWS = {"NVFP4": (3584, 448), "odd scales": (1008, 7), "FP8 of H = 3072": (3072,
 
 
 def is_wanted(shape: str, name: str) -> bool:
-    """All of the first shape, but for other numbers of SMs, and of scales as powers of two, which differ by what is
-    stored alone, only first dispatches that are whole or receive; of the next two some of what depends on widths. The
-    second has rows that are no whole number of the units in which FP8 is made; it has no dispatch of FP8, the third no
-    other.
+    """All kernels of the first shape, except those for other numbers of SMs. Of fp8_pow2, which differs from fp8_ue8m0
+    only in the scale that is stored, first dispatches with int64 ids that are whole or receive. Of the next two shapes
+    some of what depends on widths. The second has rows that are no whole number of the units in which FP8 is made; it
+    has no dispatch of FP8, the third no other.
     """
     if name.endswith(" SMs"):  # the same code with another constant
         return False

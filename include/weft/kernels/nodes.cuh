@@ -44,6 +44,18 @@ class Nodes {
     }
     return nth;
   }
+  // By a whole warp: whether a rank has more parts of a landing than `most`, one of its own tokens and one of each rank that it brings.
+  __device__ bool has_more_parts_than(i64 most) const {
+    static_assert(kRanks <= 32);
+    const i32 adder = static_cast<i32>(threadIdx.x % ptx::kWarpLanes);
+    i64 num_parts = 1;
+    for (i32 source = 0; source < kRanks; ++source) {
+      const bool is_brought = adder < kRanks && map.is_active(adder) && map.is_active(source) &&
+                              !map.are_mates(adder, source) && map.forwarder(source, map.node(adder)) == adder;
+      num_parts += is_brought ? 1 : 0;
+    }
+    return __any_sync(0xffffffffu, num_parts > most ? 1 : 0) != 0;
+  }
   // Where this rank's tokens for another node go; -1: nobody lives there.
   __device__ i32 forwarder_in(i32 other_node) const { return map.rail(other_node, map.index(rank)); }
   // The same operation among the ranks of this node.
@@ -81,7 +93,7 @@ class Nodes {
     i32 num_brought = 0;
     for (i32 source = 0; source < kRanks; ++source) {
       if (!brings(source) || num_brought++ % num_warps != nth) continue;
-      is_right = relay_call(source, copy_parts) && is_right;
+      if (is_right) is_right = relay_call(source, copy_parts);
     }
     return is_right;
   }
@@ -114,9 +126,10 @@ class Nodes {
     ptx::st_relaxed_sys(&view_.words()->broken, static_cast<u64>(transport::ErrorCause::kBadPeerWord));
   }
 
-  // Of the operation's handle, by all threads behind wait_calls(): whether those who made it are the members. All ranks see it alike.
-  __device__ bool holds(const GpuForwardPlan<const i32>& plan) const {
-    if (static_cast<u32>(plan.members()) == flight_.active.word) return true;
+  // Of the operation's handle, by all threads behind wait_calls(): whether those who made it are the members, and who adds has places
+  // for all that it adds for, which a graph of when there were more may lack. All ranks see it alike.
+  __device__ bool holds(const GpuForwardPlan<const i32>& plan, bool has_places = true) const {
+    if (has_places && static_cast<u32>(plan.members()) == flight_.active.word) return true;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       transport::record(view_, flight_, transport::ErrorCause::kMoved, Phase::kCount, rank, 0);
     }

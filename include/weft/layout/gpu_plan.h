@@ -60,7 +60,7 @@ WEFT_HD constexpr i64 gpu_recv_plan_len(i64 max_tokens, i32 top_k, i32 num_ranks
 // With nodes: members | 31 unused | of each source that this rank forwards for, in the order of ranks: row [max_tokens, node_ranks] |
 // come [(max_tokens + 31) / 32] | pick [max_tokens, K] u8
 //   members: GpuRankMask of the dispatch that made the plan: with others, others forward
-//   row: where the token's row lies on each mate
+//   row: where the token's row lies on each mate (of a small batch 0)
 //   come: a bit for each token that came here; undefined where the source has no token
 //   pick: of each pick of a token that came, the index of the mate that has a row of it, or kNoMate
 constexpr i32 kNoForward = -1;     // the token did not come here

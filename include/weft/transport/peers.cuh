@@ -201,10 +201,11 @@ __device__ inline u32 progress(const WindowView& view, const Flight& flight, i32
   return sync::load_progress(reinterpret_cast<const u64*>(word), flight.turn);
 }
 
-// What a header that has come says; anything but a match has left its reason in the host words.
+// What a header that has come says; anything but a match has left its reason in the host words, if this one `says` it.
 __device__ inline Verdict judge(const WindowView& view, Phase phase, const Flight& flight, i32 peer, const u64* cell,
-                                u64 seen) {
+                                u64 seen, bool says = true) {
   if (sync::classify_header(seen, flight.turn, flight.print) == sync::HeaderState::kMatch) return Verdict::kOk;
+  if (!says) return Verdict::kGivenUp;
   // Every block that sees it writes the same; before the record, whose last store makes it visible.
   if (phase == Phase::kCount) view.host->seen_caller[peer] = cell[kCallerWord];
   record(view, flight, ErrorCause::kMismatch, phase, peer, seen);
@@ -225,7 +226,7 @@ __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight
 
 // The same for a lane that waits for several headers: block 0 adds to `waited_ns` how long, and note_waited() follows.
 __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight& flight, i32 peer, i32 block,
-                               u64& waited_ns) {
+                               u64& waited_ns, bool says = true) {
   const u64* cell =
       reinterpret_cast<const u64*>(view.own_control() + view.layout.header(phase, flight.turn.sequence, peer, block));
   sync::NotingPause pause(&view.host->abort, u64{1} << peer, &view.host->timeout_ns, blockIdx.x == 0);
@@ -233,7 +234,7 @@ __device__ inline Verdict wait(const WindowView& view, Phase phase, const Flight
   const sync::WaitResult result = sync::wait_header(cell, flight.turn, pause, seen);
   waited_ns += pause.waited_ns();
   if (!settle(view, flight, result, phase, peer, seen)) return Verdict::kBroken;
-  return judge(view, phase, flight, peer, cell, seen);
+  return judge(view, phase, flight, peer, cell, seen, says);
 }
 
 // The headers of `phase` and `block` from every active peer: one thread a peer, the worst verdict for the whole block.

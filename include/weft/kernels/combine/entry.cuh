@@ -78,7 +78,12 @@ class Combine {
   }
 
   __device__ bool holds_handle() const {
-    return b_.nodes().holds({b_.a.forward_plan, b_.a.view.layout.max_tokens, kConfig.node_ranks, kConfig.top_k});
+    const auto& layout = b_.a.view.layout;
+    const i64 places = static_cast<i64>(kConfig.node_ranks) * max(b_.a.end_token - b_.a.first_token, 1);  // of a part
+    i64 most = static_cast<i64>(layout.landing_ids - layout.landing_rows) / (places * kConfig.wire_row_bytes());
+    if constexpr (kConfig.has_side) most = min(most, static_cast<i64>(kConfig.num_ranks) * layout.max_tokens / places);
+    const bool has_places = !b_.nodes().has_more_parts_than(most);
+    return b_.nodes().holds({b_.a.forward_plan, layout.max_tokens, kConfig.node_ranks, kConfig.top_k}, has_places);
   }
 
   __device__ void end() const {

@@ -30,7 +30,7 @@ struct SmallCombineKernelArgs {
   // Beside owner_weights, or null: a pick whose word, the upper one of an id of two, is below 0 is absent.
   const i32* owner_ids = nullptr;
   i32 owner_id_words = 1;
-  const void* rail = nullptr;         // with nodes: a BlockRail
+  const void* rail = nullptr;         // with nodes: a BlockRail or GinRail
   const i32* forward_plan = nullptr;  // with nodes: GpuForwardPlan
 };
 

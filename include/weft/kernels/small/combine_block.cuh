@@ -21,6 +21,7 @@ template <i32 kRanks>
 struct SmallLanding {
   i32 at[kRanks], part[kRanks], index;
   i32 num_out[kRanks], num_in[kRanks];
+  bool has_no_places;
 };
 
 template <SmallCombineKernelConfig kConfig>

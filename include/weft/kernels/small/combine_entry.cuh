@@ -56,6 +56,8 @@ class SmallCombine {
   // Barriers of the workers with one of the other two warps; the last three with nodes: contributions of mates are here, sums for
   // others are made, own ones are added.
   static constexpr u32 kStored = 1, kHeard = 2, kMatesHeard = 3, kForwarded = 4, kAdded = 5;
+  // Of those two warps, with nodes: side values of this rank are stored, which it reads itself where it adds for others.
+  static constexpr u32 kSideStored = 6, kBoth = 2 * ptx::kWarpLanes;
   static constexpr u32 kWithOne = static_cast<u32>(kWorkers + 1) * ptx::kWarpLanes;
 
   // Of the waits for the early units, with nodes for mates, and for all; each has its word, for warps that are slow to read the first.
@@ -107,14 +109,18 @@ class SmallCombine {
     u64 waited_ns = 0;
     Verdict mine = Verdict::kOk;
     if (tells(flight)) {
-      mine = transport::wait(b_.a.view, Phase::kCount, flight, b_.lane, 0, waited_ns);
-      if (mine == Verdict::kOk) mine = transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, block, waited_ns);
+      // Behind an error the host launches no receiving half, which others wait for: that half says what does not match.
+      constexpr bool kSays = kConfig.receives;
+      mine = transport::wait(b_.a.view, Phase::kCount, flight, b_.lane, 0, waited_ns, kSays);
+      if (mine == Verdict::kOk)
+        mine = transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, block, waited_ns, kSays);
     }
     transport::note_waited(b_.a.view, b_.lane, waited_ns);
     Verdict worst = worst_lane(mine);
     if (worst == Verdict::kOk && sums.has_moved()) worst = Verdict::kGivenUp;
     if (worst == Verdict::kOk && !sums.find_places()) worst = Verdict::kBroken;
     if constexpr (kConfig.has_side) {
+      ptx::bar_sync_apart(kSideStored, kBoth);
       if (worst == Verdict::kOk) sums.forward_side();
     }
     if (b_.lane == 0) verdict(true) = worst;
@@ -131,6 +137,8 @@ class SmallCombine {
     }
     if constexpr (kConfig.has_side && kConfig.has_nodes()) {
       if (!Sums(b_, flight).has_moved()) SmallCombineSide<kConfig>(b_).send(flight);
+      __syncwarp();
+      ptx::bar_arrive(kSideStored, kBoth);  // this warp has headers to send, for which those of mates wait
     } else if constexpr (kConfig.has_side) {
       SmallCombineSide<kConfig>(b_).send(flight);
     }
@@ -178,9 +186,8 @@ class SmallCombine {
   // With nodes: what messages say, headers of all ranks, contributions of mates, and sums of other nodes.
   __device__ void hear_nodes(const transport::Flight& flight) const {
     const Sums sums(b_, flight);
-    sums.relay();
-    Verdict mine = Verdict::kOk;
-    if (has_peer(flight)) mine = sums.nodes().wait_call(b_.lane);
+    Verdict mine = sums.relay() ? Verdict::kOk : Verdict::kBroken;
+    if (has_peer(flight) && mine == Verdict::kOk) mine = sums.nodes().wait_call(b_.lane);
     if (!kConfig.sends && tells(flight) && mine == Verdict::kOk) {
       mine = transport::wait(b_.a.view, Phase::kReduce, flight, b_.lane, static_cast<i32>(blockIdx.x));
     }

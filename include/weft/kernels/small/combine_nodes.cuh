@@ -29,8 +29,11 @@ class SmallCombineNodes {
 
   __device__ const Nodes<kConfig>& nodes() const { return nodes_; }
 
-  // Of a handle whose members are others: others forward and add, so no row goes. All ranks see it alike.
-  __device__ bool has_moved() const { return static_cast<u32>(forward_plan().members()) != flight_.active.word; }
+  // Of a handle whose members are others, or a graph of when there were others: others forward and add, and the slots may hold too
+  // few rows, so no row goes. All ranks see it alike.
+  __device__ bool has_moved() const {
+    return Block::landing().has_no_places || static_cast<u32>(forward_plan().members()) != flight_.active.word;
+  }
 
   // By all threads, before a barrier: who adds for whom, and in which part of its landing.
   __device__ void init() const {
@@ -44,6 +47,11 @@ class SmallCombineNodes {
       s.num_out[thread] = s.num_in[thread] = 0;
     }
     if (thread == 0) s.index = nodes_.map.index(nodes_.rank);
+    if (thread < 32) {  // as the host, which knows the members of when it launched
+      const i64 places = static_cast<i64>(kRanks) * b_.a.view.layout.small_tokens;
+      const bool has_none = nodes_.has_more_parts_than(places / (kConfig.node_ranks * max(b_.a.max_tokens, 1)));
+      if (thread == 0) s.has_no_places = has_none;
+    }
   }
 
   // By one thread a node: a message, which says what this rank calls.
@@ -55,8 +63,10 @@ class SmallCombineNodes {
     nodes_.begin_message(to, payload);
     nodes_.put_message(to, sizeof(RailMessage));
   }
-  __device__ void relay() const {
-    nodes_.relay_calls(static_cast<i32>(blockIdx.x), Block::num_blocks(), [](const auto&, const u8*, i32, i32) {});
+  // False: a message has not come, the reason is recorded.
+  __device__ bool relay() const {
+    const i32 block = static_cast<i32>(blockIdx.x);
+    return nodes_.relay_calls(block, Block::num_blocks(), [](const auto&, const u8*, i32, i32) {});
   }
 
   // ---- what this rank adds for others. By the warp that waits, when contributions of all mates are here
@@ -71,7 +81,7 @@ class SmallCombineNodes {
       if (b_.lane == 0) Block::landing().num_out[source] = num;
       const Rows rows = rows_to(source);
       const i32 all = num + num_side_records();
-      is_right = wait([&] { return b_.lane != 0 || rows.have_places(all); }, source) && is_right;
+      if (is_right) is_right = wait([&] { return b_.lane != 0 || rows.have_places(all); }, source);
     }
     __syncwarp();
     return is_right;
@@ -115,7 +125,7 @@ class SmallCombineNodes {
       if (b_.lane == 0) Block::landing().num_in[node] = num;
       const Rows rows = rows_of(node);
       const i32 all = num + num_side_records();
-      is_right = wait([&] { return b_.lane != 0 || rows.have_arrived(all); }, nodes_.forwarder_in(node)) && is_right;
+      if (is_right) is_right = wait([&] { return b_.lane != 0 || rows.have_arrived(all); }, nodes_.forwarder_in(node));
     }
     __syncwarp();
     return is_right;

@@ -35,7 +35,7 @@ struct SmallDispatchKernelArgs {
   i32* offsets = nullptr;
   i32* num_rows = nullptr;
   i64* overflow = nullptr;
-  const void* rail = nullptr;   // with nodes: a BlockRail
+  const void* rail = nullptr;   // with nodes: a BlockRail or GinRail
   i32* forward_plan = nullptr;  // with nodes: GpuForwardPlan
 };
 

@@ -53,7 +53,7 @@ class SmallDispatchNodes : public SmallDispatchState<kConfig> {
       if (thread == 0) {
         GpuCountPayload payload;
         payload.num_tokens = a.num_tokens;
-        payload.rows_in_heap = kRowsFollow;
+        payload.rows_in_heap = Nodes<kConfig>::kRowsFollow;
         nodes_.begin_message(to, payload);
       }
       if constexpr (kConfig.is_cached) continue;
@@ -164,10 +164,6 @@ class SmallDispatchNodes : public SmallDispatchState<kConfig> {
       __syncwarp();
     }
   }
-
-  // What a message says in place of where rows lie: rows come without being asked for, so a rank that can't take them has lost
-  // count of its rings.
-  static constexpr u64 kRowsFollow = Nodes<kConfig>::kRowsFollow;
 
  private:
   __device__ i32 other_forwarder(i32 node) const { return node == nodes_.node ? -1 : nodes_.forwarder_in(node); }
