@@ -27,7 +27,8 @@ using Guard = nb::call_guard<ReleasedGil>;
 std::shared_ptr<Window> make_gpu_window(std::shared_ptr<Communicator> comm, std::shared_ptr<nvlink::Gpu> gpu,
                                         i32 num_experts, i32 top_k, i64 max_tokens, i64 landing_row_bytes,
                                         i32 num_blocks, u64 heap_bytes, i64 small_tokens, i64 node_ranks,
-                                        const nvlink::NcclPaths& nccl, double timeout_s) {
+                                        const nvlink::NcclPaths& nccl, std::optional<int> traffic_class,
+                                        double timeout_s) {
   GpuWindowShape shape;
   shape.num_ranks = comm->num_ranks();
   shape.num_experts = num_experts;
@@ -39,8 +40,9 @@ std::shared_ptr<Window> make_gpu_window(std::shared_ptr<Communicator> comm, std:
   shape.node_ranks = node_ranks > 0 && node_ranks < shape.num_ranks ? node_ranks : 0;
   shape.network = shape.node_ranks > 0 && !nccl.library.empty() ? 1 : 0;
   const ReleasedGil release;
-  return std::make_shared<Window>(std::move(comm), std::move(gpu), shape, nvlink::WindowMemory{heap_bytes, nccl},
-                                  deadline_after_s(timeout_s), signal_poll());
+  const nvlink::WindowMemory memory{heap_bytes, nccl, traffic_class.value_or(nccl::kUndefined)};
+  return std::make_shared<Window>(std::move(comm), std::move(gpu), shape, memory, deadline_after_s(timeout_s),
+                                  signal_poll());
 }
 
 void bind_gpu_window(nb::module_& m) {
@@ -52,7 +54,7 @@ void bind_gpu_window(nb::module_& m) {
   nb::class_<Window, CallWindow>(m, "GpuWindow")
       .def(nb::new_(&make_gpu_window), "comm"_a, "gpu"_a, nb::kw_only(), "num_experts"_a, "top_k"_a, "max_tokens"_a,
            "landing_row_bytes"_a, "num_blocks"_a, "heap_bytes"_a, "small_tokens"_a = 0, "node_ranks"_a = 0,
-           "nccl"_a = nvlink::NcclPaths(), "timeout_s"_a = 100.0)
+           "nccl"_a = nvlink::NcclPaths(), "traffic_class"_a = nb::none(), "timeout_s"_a = 100.0)
       .def(
           "receive", [](Window& window, u64 stream) { window.receive(stream, signal_poll()); }, "stream"_a, Guard())
       .def("unload", &Window::unload, "to"_a, Guard())

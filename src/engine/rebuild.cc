@@ -21,7 +21,7 @@ namespace {
 constexpr u64 kRebuildTag = u64{1} << 62;
 constexpr u64 kStepBits = 12;
 constexpr u64 kPrefixMask = ~((u64{1} << (kStepBits + 32)) - 1);
-constexpr u64 kMostWindows = (u64{1} << (kStepBits - 1)) - 1;  // two steps each, and one before them
+constexpr u64 kMostWindows = ((u64{1} << kStepBits) - 1) / 3;  // three steps each, and one before them
 
 struct Superseded {};  // the next epoch was decided
 

@@ -100,6 +100,7 @@ void GinNetwork::State::choose() {
 void GinNetwork::State::make() {
   const nccl::Library& nccl = *library;
   const cuda::ContextScope scope(opening.context);
+  const cuda::RelaxedCaptureScope relaxed;
   const auto own = std::ranges::find(opening.ranks, opening.rank);
   const int number = static_cast<int>(own - opening.ranks.begin());
   nccl.check(nccl.init(&comm, static_cast<int>(opening.ranks.size()), opening.id, number), "ncclCommInitRank");
@@ -117,6 +118,7 @@ void GinNetwork::State::make() {
   wanted.num_signals = static_cast<int>(signals.count(opening.map.num_ranks));
   wanted.num_counters = static_cast<int>(signals.num_counters(opening.map.num_ranks));
   wanted.connection = connection;
+  wanted.traffic_class = opening.traffic_class;
   wanted.needs_strong_signals = wanted.needs_address_signals = false;
   wanted.gin_type = type;
   wanted.is_for_own_release = true;
@@ -136,6 +138,7 @@ void GinNetwork::State::make() {
 void GinNetwork::State::end() noexcept {
   try {
     const cuda::ContextScope scope(opening.context);
+    const cuda::RelaxedCaptureScope relaxed;
     if (std::exchange(has_device_comm, false)) library->destroy_device_comm(comm, rail.comm);
     if (window != nullptr) library->deregister_window(comm, std::exchange(window, nullptr));
     if (comm != nullptr) library->abort(std::exchange(comm, nullptr));

@@ -30,7 +30,8 @@ struct GinOpening {
   RailLayout layout;
   nccl::UniqueId id;  // of the first of them
   u8* memory = nullptr;
-  u64 num_bytes = 0;  // of the memory, at least layout.total_bytes
+  u64 num_bytes = 0;                     // of the memory, at least layout.total_bytes
+  int traffic_class = nccl::kUndefined;  // of all puts
 };
 
 class GinNetwork {

@@ -22,6 +22,7 @@ enum class Connection : int { kNone = 0, kFull = 1, kRail = 2 };
 
 struct UniqueId {
   char bytes[128] = {};
+  bool operator==(const UniqueId&) const = default;
 };
 
 struct Properties {

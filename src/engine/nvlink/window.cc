@@ -51,6 +51,7 @@ Window::Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, con
       heap_bytes_(align_up(memory.heap_bytes, Heap::kAlignment)),
       id_(comm_->next_window_id()),
       nccl_paths_(memory.nccl),
+      traffic_class_(memory.traffic_class),
       nccl_(has_gin(shape) ? std::make_shared<nccl::Library>(memory.nccl.library) : nullptr),
       peers_(static_cast<size_t>(shape.num_ranks)) {
   comm_->check_one_machine("a window");
@@ -68,6 +69,7 @@ Window::Window(std::shared_ptr<Communicator> comm, std::shared_ptr<Gpu> gpu, con
     prepare_stage_rows();
     if (comm_->is_local()) meet(deadline_ns, poll);
   } catch (...) {
+    if (network_ != nullptr && !network_->close()) static_cast<void>(new DeviceMemory(std::move(rail_)));
     gpu_->give_back_host_page(host_);
     throw;
   }

@@ -42,6 +42,7 @@ struct BadIds {
 struct WindowMemory {
   u64 heap_bytes = 0;  // without the landing
   NcclPaths nccl;      // where the shape wants it
+  int traffic_class = nccl::kUndefined;
 };
 
 class Window : public CallWindow {
@@ -177,9 +178,9 @@ class Window : public CallWindow {
   void shrink(Block& block, u64 keep_bytes);
   // With nodes: the kernels' argument; else null.
   const void* rail() const { return has_nodes(shape_) ? rail_.data() + rail_argument(shape_) : nullptr; }
-  // Blocks of a launch that are the network.
   // Peers' rails are mapped: a block of each grid is the network.
   bool shares_rails() const { return has_nodes(shape_) && !has_gin(shape_); }
+  // Blocks of a launch that are the network.
   i32 num_network_blocks() const { return shares_rails() ? 1 : 0; }
   // What kernels include besides, with NCCL's network.
   KernelHeaders kernel_headers() const;
@@ -228,7 +229,9 @@ class Window : public CallWindow {
   std::string attach(const std::vector<int>& ranks, const std::vector<Parcel>& parcels, std::vector<Peer>& peers);
   void install_rail();
   void open_network(const std::vector<int>& ranks, const nccl::UniqueId& id, u64 deadline_ns, const Poll& poll);
+  void make_network_id(nccl::UniqueId& id);
   void end_network();
+  void leave_rail();
   void install(const std::vector<int>& ranks, u32 epoch, Memory memory, std::vector<Peer> peers);
 
   // ---- What it has ready from the beginning, and its end (window.cc)
@@ -252,9 +255,11 @@ class Window : public CallWindow {
   transport::WindowView view_;  // for the kernel's arguments
   DeviceMemory control_;
   const NcclPaths nccl_paths_;
+  const int traffic_class_;
   std::shared_ptr<const nccl::Library> nccl_;  // null: not the network
   DeviceMemory rail_;                          // with nodes
   std::unique_ptr<GinNetwork> network_;        // of this epoch; ends before its memory
+  bool is_rail_left_ = false;                  // to NICs that NCCL has not stopped
   u64 active_ = 0;                             // ranks of this epoch
   std::shared_ptr<ReceiveHeap> heap_;
   std::vector<std::shared_ptr<ReceiveHeap>> old_heaps_;  // that captured graphs point to

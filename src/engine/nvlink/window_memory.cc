@@ -95,9 +95,7 @@ void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epo
                    memory.is_rail_missing ? 1u : 0u,
                    {},
                    nccl_ != nullptr ? nccl_->version() : 0};
-  if (nccl_ != nullptr && ranks.front() == comm_->rank()) {
-    nccl_->check(nccl_->get_unique_id(&mine.network), "ncclGetUniqueId");
-  }
+  if (nccl_ != nullptr && ranks.front() == comm_->rank()) make_network_id(mine.network);
   const auto exchange = [&](u64 step_tag, const std::vector<std::byte>& bytes, const std::vector<int>& fds) {
     return plane == nullptr ? comm_->exchange(step_tag, bytes, fds, deadline_ns, poll)
                             : plane->exchange(ranks, step_tag, bytes, fds, deadline_ns, poll);
@@ -128,21 +126,46 @@ void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epo
   const auto first = from_bytes<MemoryOffer>(parcels[ranks.front()].bytes, ranks.front());
   ErrorCode code = ErrorCode::kUnsupported;
   try {
+    if (first.network == nccl::UniqueId())
+      throw_unsupported("NCCL makes no network; the log of the first rank says why");
     open_network(ranks, first.network, deadline_ns, poll);
   } catch (const Error& error) {
     failure = error.text;
     code = error.code;
   }
   const std::vector<std::byte> said(1, std::byte{failure.empty() ? u8{0} : u8{1}});
-  const std::vector<Parcel> all = exchange(plane == nullptr ? tag | kNetworkBit : tag + 2, said, {});
+  // Who has waited for NCCL until the deadline says so behind it.
+  constexpr u64 kGraceNs = 2'000'000'000;
+  deadline_ns = std::max(deadline_ns, now_ns() + kGraceNs);
+  std::vector<Parcel> all;
+  try {
+    all = exchange(plane == nullptr ? tag | kNetworkBit : tag + 2, said, {});
+  } catch (const Error&) {
+    if (!failure.empty()) throw Error(code, failure, "connect");
+    throw;
+  }
   for (int rank : ranks) {
     if (failure.empty() && all[rank].bytes != std::vector<std::byte>(1)) {
       failure = "rank " + std::to_string(rank) + " has no network of NCCL; its error says why";
     }
   }
   if (failure.empty()) return;
-  end_network();
+  try {
+    end_network();
+  } catch (const Error& error) {
+    log_line(kLogWarning, "rank " + std::to_string(comm_->rank()) + ": " + error.text);
+  }
   throw Error(code, failure, "connect");
+}
+
+// Zeros where NCCL makes none, which all ranks see.
+void Window::make_network_id(nccl::UniqueId& id) {
+  try {
+    nccl_->check(nccl_->get_unique_id(&id), "ncclGetUniqueId");
+  } catch (const Error& error) {
+    log_line(kLogWarning, "rank " + std::to_string(comm_->rank()) + ": " + error.text);
+    id = {};
+  }
 }
 
 // Maps what the peers offer. Returns why not, or nothing.
@@ -268,8 +291,8 @@ void Window::open_network(const std::vector<int>& ranks, const nccl::UniqueId& i
   opening.id = id;
   opening.memory = rail_.data();
   opening.num_bytes = rail_.bytes();
-  network_ = GinNetwork::open(nccl_, opening, deadline_ns, poll,
-                              [this] { static_cast<void>(new DeviceMemory(std::move(rail_))); });
+  opening.traffic_class = traffic_class_;
+  network_ = GinNetwork::open(nccl_, opening, deadline_ns, poll, [this] { leave_rail(); });
   log_line(kLogInfo, "rank " + std::to_string(comm_->rank()) + ": between nodes " + network_->text());
   const transport::GinRail argument = network_->argument();
   cuda::check(cuda::driver().copy_from_host_async(rail_.address() + rail_argument(shape_), &argument, sizeof(argument),
@@ -282,8 +305,14 @@ void Window::open_network(const std::vector<int>& ranks, const nccl::UniqueId& i
 void Window::end_network() {
   const std::unique_ptr<GinNetwork> network = std::move(network_);
   if (network == nullptr || network->close()) return;
-  static_cast<void>(new DeviceMemory(std::move(rail_)));
+  leave_rail();
   throw_invalid_state("NCCL has not ended the network of the old epoch after 10 s; nothing goes on in this window");
+}
+
+// To NICs that may still write there, for good. Graphs have its address, so no other memory can take its place (R16).
+void Window::leave_rail() {
+  static_cast<void>(new DeviceMemory(std::move(rail_)));
+  is_rail_left_ = true;
 }
 
 KernelHeaders Window::kernel_headers() const {
@@ -293,6 +322,8 @@ KernelHeaders Window::kernel_headers() const {
 
 void Window::renew(ControlPlane& plane, const std::vector<int>& ranks, u64 tag, u32 epoch, u64 deadline_ns,
                    const Poll& poll) {
+  if (is_rail_left_)
+    throw_invalid_state("NCCL has not ended an earlier network of this window: close it, make another");
   const cuda::ContextScope scope(gpu_->context);
   const bool has_graphs = remains_.use_count() > 1;
   if (!wait_for_kernels(deadline_ns, poll) || (has_graphs && !gpu_->wait_until_idle(deadline_ns, poll))) {

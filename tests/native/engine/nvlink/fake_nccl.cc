@@ -24,6 +24,7 @@ struct Settings {
 };
 Settings settings;
 std::atomic<int> num_alive = 0;
+std::atomic<int> traffic_class = 0;  // of the newest device communicator
 
 struct Group {
   std::mutex mutex;
@@ -64,6 +65,7 @@ void fake_nccl_set(int version, int node_ranks, int type) {
 }
 // Communicators that nobody has ended.
 int fake_nccl_alive() { return num_alive; }
+int fake_nccl_traffic_class() { return traffic_class; }
 
 int ncclGetVersion(int* version) {
   *version = settings.version;
@@ -132,6 +134,7 @@ int ncclCommWindowDeregister(nccl::Comm comm, nccl::Window) {
 int ncclDevCommCreate(nccl::Comm comm, const nccl::Requirements* wanted, void* made) {
   if (wanted->magic != nccl::kMagic || wanted->size != nccl::requirements_bytes(settings.version)) return 4;
   if (wanted->needs_strong_signals || wanted->needs_address_signals) return 4;
+  traffic_class = wanted->traffic_class;
   Group& group = *comm->group;
   ncclDevComm found = {};
   found.rank = comm->rank;
