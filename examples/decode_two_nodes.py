@@ -2,8 +2,8 @@
 
 Steps of examples/decode_graph.py for several batch sizes, from one ExpertParallel whose ranks are in two nodes and from
 one without nodes that adds in the same order (`sum_domain`): their outputs must be the same in every bit. The example
-prints the time of a step both ways; here both nodes are on this machine, so this is no time of a network. Between nodes
-there are no kernels for small batches yet, so both take those for large ones.
+prints the time of a step both ways; here both nodes are on this machine, so this is no time of a network. Both take the
+kernels for large batches.
 """
 
 import torch

@@ -449,6 +449,7 @@ class GpuWindow(Window):
         small_tokens: int = 0,
         node_ranks: int = 0,
         nccl: NcclPaths = ...,
+        traffic_class: int | None = None,
         timeout_s: float = 100.0,
     ) -> None: ...
     def receive(self, stream: int) -> None: ...

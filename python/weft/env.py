@@ -287,7 +287,7 @@ _lent: dict[str, str] = {}
 
 
 def lend_variables(values: Mapping[str, str]) -> None:
-    """Of this process, those that are not set, for a library that reads them once."""
+    """Set those that are not set yet, for a library that reads them once; `take_back_variables` removes them."""
     for name, value in values.items():
         if name not in os.environ:
             _lent[name] = value

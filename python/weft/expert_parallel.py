@@ -59,10 +59,13 @@ class ExpertParallel(Elastic, Reports, Lifetime):
             experts, E = R x ceil(N / min_ranks); None: R.
         node_ranks: d, 1 to R: ranks 0 to d - 1, d to 2 d - 1 and so on are nodes, though on one machine. A row crosses
             to another node once, as it would over a network, and sums are those of sum_domain=d; no order="pick";
-            None: one node (docs/protocols/rail.md). On GPUs the network is an SM more of each rank and window, "auto"
-            chooses no small batches, and some is missing (docs/protocols/nodes.md).
+            None: one node (docs/protocols/rail.md). On GPUs the network is an SM more of each rank and window, or
+            NCCL's (WEFT_NETWORK=nccl); "auto" chooses no small batches, and some is missing (docs/protocols/nodes.md).
         small_tokens: most tokens of a rank in small-batch and staged calls; None: 512. At most max_tokens_per_rank is
             taken. On a GPU each takes 2 R rows of window memory.
+        traffic_class: 0 to 255, of what the object sends between nodes over NCCL's network: a service level on
+            InfiniBand, a traffic class on RoCE. An object has queues of its own there, so one for long transfers and
+            one for short ones keep apart (docs/scaleout.md). None: NCCL's. Other networks and engines take no notice.
         max_heap_bytes: up to which `resize` may let the heap grow: addresses are reserved, no memory; None: heap_bytes.
             cpu engine.
         name: by which a rank that joins finds this object among those of equal arguments, in whatever order it makes
@@ -93,6 +96,7 @@ class ExpertParallel(Elastic, Reports, Lifetime):
         min_ranks: int | None = None,
         node_ranks: int | None = None,
         small_tokens: int | None = None,
+        traffic_class: int | None = None,
         name: str | None = None,
     ) -> None:
         arguments = {
@@ -110,6 +114,7 @@ class ExpertParallel(Elastic, Reports, Lifetime):
             "max_heap_bytes": max_heap_bytes,
             "node_ranks": node_ranks,
             "small_tokens": small_tokens,
+            "traffic_class": traffic_class,
             "name": name,
         }
         check_constructor.check_comm(comm)

@@ -65,6 +65,7 @@ MAX_SMALL_TOKENS = 512  # a rank: windows have slots for so many in a small-batc
 MOST_PICKS_ADDED = 32  # by pick, on GPUs, in calls that are no small batch
 SMALL_SHARED_BYTES = 224 << 10  # of a block, less the kernels' own variables; sm_120, untested, has 99 KiB
 MAX_HEAP_BYTES = 1 << 46
+MAX_TRAFFIC_CLASS = 255
 MAX_WINDOWS = 1024
 _MIN_HEAP_BYTES = 1 << 20
 _PAGE = 4096
@@ -146,6 +147,7 @@ ACCEPTS: dict[str, Accepts] = {
     "max_heap_bytes": Accepts(or_none(is_int(0, MAX_HEAP_BYTES)), f"None, or 0 to {MAX_HEAP_BYTES}"),
     "num_windows": Accepts(is_int(1, MAX_WINDOWS), f"1 to {MAX_WINDOWS}"),
     "small_tokens": Accepts(or_none(is_int(1, MAX_TOKENS_PER_RANK)), f"None, or 1 to {MAX_TOKENS_PER_RANK}"),
+    "traffic_class": Accepts(or_none(is_int(0, MAX_TRAFFIC_CLASS)), f"None, or 0 to {MAX_TRAFFIC_CLASS}"),
     "sum_domain": Accepts(or_none(is_int(1, MAX_RANKS)), "None, or 1 to the number of ranks"),
     "node_ranks": Accepts(or_none(is_int(1, MAX_RANKS)), "None, or 1 to the number of ranks"),
     **OPTIONS[DispatchOptions],

@@ -24,6 +24,7 @@ from weft.scaleout import network
 
 NEWEST, FIRST, OLD = 23203, 23007, 22907
 NO_NIC, PROXY, EFA = 0, 2, 5
+NO_CLASS = -(1 << 31)  # NCCL_CONFIG_UNDEF_INT
 
 
 class FakeNccl:
@@ -40,6 +41,12 @@ class FakeNccl:
     def has(self, version: int = NEWEST, node_ranks: int = NODE, gin_type: int = PROXY) -> None:
         """What it says from now on."""
         self._library.fake_nccl_set(version, node_ranks, gin_type)
+
+    @property
+    def traffic_class(self) -> int:
+        """That the newest window has asked for."""
+        number: int = self._library.fake_nccl_traffic_class()
+        return number
 
     @property
     def num_alive(self) -> int:
@@ -118,6 +125,19 @@ def test_the_communicator_says_what_leads_between_nodes(
         assert "network=" not in after
 
 
+def of_class(state: RankState, traffic_class: int | None) -> None:
+    """A window of that class."""
+    with opened(state, SMALL, traffic_class=traffic_class):
+        pass
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, NO_CLASS), (0, 0), (106, 106)])
+def test_the_class_of_what_crosses(ranks: Any, nccl: FakeNccl, given: int | None, told: int) -> None:
+    """It goes to NCCL as it is; who says nothing has NCCL's own."""
+    ranks.run(4, of_class, [given] * 4)
+    assert nccl.traffic_class == told
+
+
 def refused(state: RankState, _: None) -> str:
     """The error."""
     with pytest.raises(weft.Unsupported) as error, opened(state, SMALL):
@@ -138,6 +158,21 @@ def test_an_nccl_that_does_not_do(ranks: Any, nccl: FakeNccl, version: int, gin_
     nccl.has(version, gin_type=gin_type)
     for text in ranks.run(4, refused, [None] * 4):
         assert words in text
+
+
+def test_a_rank_without_a_network(ranks: Any, nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says why, the others which rank it is; none waits for a window that is not made."""
+    paths, left = network.paths(), ["no copy here"]
+
+    def of_one_rank() -> Any:
+        if left:
+            raise weft.Unsupported(left.pop())
+        return paths
+
+    monkeypatch.setattr(network, "paths", of_one_rank)
+    texts = ranks.run(4, refused, [None] * 4)
+    assert sorted("an error on rank" in text for text in texts) == [False, True, True, True]
+    assert all("no copy here is not supported" in text for text in texts)
 
 
 def test_a_word_that_is_none(ranks: Any, nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:

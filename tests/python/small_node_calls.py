@@ -11,10 +11,15 @@ from pool import RankState
 from weft import reference
 
 
+def capacity_of(size: Size, layout: str) -> int | None:
+    """Small batches by expert have one, too."""
+    return size.room if layout == "expert_major" else size.capacity(layout)
+
+
 def small(state: RankState, case: tuple[Size, str, bool]) -> list[tuple[torch.Tensor, ...]]:
     """As `call`, of small batches: in one launch, or in two."""
     size, layout, staged = case
-    capacity, weighted = size.capacity(layout) if layout != "expert_major" else size.room, layout != "rank_major"
+    capacity, weighted = capacity_of(size, layout), layout != "rank_major"
     options: dict[str, Any] = {"staged": True} if staged else {"mode": "latency"}
     seen, most = [], max(size.num_tokens)
     # The last node's rank adds for all: of three ranks it has places for a part of the window's tokens.
@@ -38,7 +43,7 @@ def small(state: RankState, case: tuple[Size, str, bool]) -> list[tuple[torch.Te
 def check_small_calls(ranks: Any, size: Size, num_ranks: int, layout: str, *, staged: bool) -> None:
     """First dispatches, repeated ones and combines."""
     outcomes = ranks.run(num_ranks, small, [(size, layout, staged)] * num_ranks)
-    capacity, weighted = size.capacity(layout) if layout != "expert_major" else size.room, layout != "rank_major"
+    capacity, weighted = capacity_of(size, layout), layout != "rank_major"
     for seed in (0, 1):
         wanted = reference.dispatch(
             *inputs_of_all(size, num_ranks, seed), num_experts=LOCAL * num_ranks, layout=layout, capacity=capacity

@@ -57,7 +57,7 @@ def test_signatures() -> None:
         "comm": empty, "num_experts": None, "top_k": empty, "hidden": empty, "max_tokens_per_rank": empty,
         "dtype": torch.bfloat16, "num_sms": None, "deadline_s": 100.0, "heap_bytes": None, "num_windows": 1,
         "num_logical_experts": None, "sum_domain": None, "max_heap_bytes": None, "min_ranks": None,
-        "node_ranks": None, "small_tokens": None, "name": None,
+        "node_ranks": None, "small_tokens": None, "traffic_class": None, "name": None,
     }  # fmt: skip
     common = {
         "num_sms": None, "deadline_s": None, "mode": "auto", "staged": False, "async_op": False, "window": 0

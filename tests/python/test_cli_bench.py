@@ -45,6 +45,24 @@ def quick_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.bench.report._import_seconds", lambda: 1.0)
 
 
+@pytest.fixture(autouse=True)
+def no_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else goes through this machine's."""
+    monkeypatch.setattr("weft.machine.port_counters.read", dict)
+
+
+@pytest.mark.usefixtures("quick_import")
+def test_a_port_that_carried_something_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one."""
+    values = iter([5, 9])
+    waits = "counters/port_xmit_wait"
+    monkeypatch.setattr("weft.machine.port_counters.read", lambda: {"mlx5_0/1": {waits: next(values)}})
+    rows = bench("--ranks", "2", "--no-baseline")
+    row = {"kind": "port", "port": "mlx5_0/1", "sent_bytes": None, "received_bytes": None}
+    assert rows[-1] == {**row, "grown": {waits: 4}}
+    assert "port" not in {each["kind"] for each in rows[:-1]}
+
+
 def bench(*args: str) -> list[dict[str, Any]]:
     """In this process: torch need not be imported again."""
     result = CliRunner().invoke(app, ["bench", *SMALL, *args])
@@ -56,7 +74,7 @@ def bench(*args: str) -> list[dict[str, Any]]:
 def test_a_process_prints_rows_that_are_complete() -> None:
     done = weft_command("bench", *SMALL)
     assert done.returncode == 0, done.stderr
-    check_rows(rows_of(done.stdout))
+    check_rows([row for row in rows_of(done.stdout) if row["kind"] != "port"])
 
 
 def test_who_is_late_names_the_rank_that_was_delayed() -> None:
@@ -366,6 +384,7 @@ def test_without_nodes_nothing_crosses_and_nothing_is_planned() -> None:
         (["--halves", "--deep-ep"], "--halves: only where calls of one shape are timed"),
         (["--halves", "--who-is-late"], "--halves: only where calls of one shape are timed"),
         (["--halves", "--mode", "throughput"], "mode='throughput' with halves"),
+        (["--halves", "--mode", "latency", "--tokens", "513"], "mode='latency' with tokens=513"),
     ],
 )
 def test_flags_of_one_shape_that_are_refused(flags: list[str], named: str) -> None:

@@ -103,6 +103,8 @@ def test_unknown_native_code_is_internal() -> None:
         ({"sum_domain": 0}, r"sum_domain is 0; allowed: None, or 1 to the number of ranks"),
         ({"sum_domain": True}, r"sum_domain is True; allowed: None, or 1 to the number of ranks"),
         ({"small_tokens": 0}, r"small_tokens is 0; allowed: None, or 1 to 16777215"),
+        ({"traffic_class": -1}, r"traffic_class is -1; allowed: None, or 0 to 255"),
+        ({"traffic_class": 256}, r"traffic_class is 256; allowed: None, or 0 to 255"),
         ({"node_ranks": 0}, r"node_ranks is 0; allowed: None, or 1 to the number of ranks"),
         ({"node_ranks": 2}, r"node_ranks is 2; allowed: None, or 1 to the number of ranks, 1"),
         ({"sum_domain": 2}, r"sum_domain is 2; allowed: None, or 1 to the number of ranks, 1"),

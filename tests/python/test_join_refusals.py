@@ -198,7 +198,7 @@ def _differs(outer_comm: Any) -> dict[str, str]:
         changed_values: dict[str, Any] = {
             "num_experts": 9, "top_k": 4, "hidden": 64, "max_tokens_per_rank": 8, "dtype": torch.float16, "num_sms": 4,
             "deadline_s": 60.0, "heap_bytes": 1 << 17, "num_windows": 2, "num_logical_experts": 5, "sum_domain": 1,
-            "max_heap_bytes": 1 << 21, "node_ranks": 1, "small_tokens": 3, "name": "another",
+            "max_heap_bytes": 1 << 21, "node_ranks": 1, "small_tokens": 3, "traffic_class": 5, "name": "another",
         }  # fmt: skip
         assert set(changed_values) == set(inspect.signature(weft.ExpertParallel).parameters) - {"comm", "min_ranks"}
         for name, value in changed_values.items():

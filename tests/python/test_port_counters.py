@@ -55,6 +55,11 @@ def test_what_cannot_be_read_is_left_out(devices: Path) -> None:
     assert port_counters.growth({}, {}) == []
 
 
+def test_the_page_names_every_counter() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "scaleout.md").read_text(encoding="utf-8")
+    assert [name for name in port_counters.MEANINGS if name not in page] == []
+
+
 def test_lines_for_readers(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"port": "mlx5_0/1", "sent_bytes": 2_500_000_000, "received_bytes": None, "grown": {WAITS: 4}}
     _print_ports(Output(json_lines=False), [row])

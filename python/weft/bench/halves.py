@@ -222,9 +222,8 @@ class _Graphs:
         self._worker, self._work = worker, work
         self.with_calls, self._alone = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         meeting = worker.meeting
-        for rank in range(
-            meeting.num_ranks
-        ):  # in turn: a capture begins with waiting for the GPU, whose rank this may be
+        # One rank at a time: torch.cuda.graph begins by synchronising the GPU, which other ranks may share.
+        for rank in range(meeting.num_ranks):
             worker.settle()
             meeting.wait()
             if rank == meeting.rank:

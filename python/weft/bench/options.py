@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from weft.bench.cases import EXPERTS, HIDDEN, ONE_SHAPE, SUITES, TOKENS, Case, node_goal
 from weft.errors import InvalidArgument
+from weft.limits import MAX_SMALL_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,10 @@ class Options:
         if self.halves and self.mode == "throughput":
             raise InvalidArgument(
                 "mode='throughput' with halves, which are of small batches: allowed are auto, latency"
+            )
+        if self.halves and self.mode == "latency" and self.tokens > MAX_SMALL_TOKENS:
+            raise InvalidArgument(
+                f"mode='latency' with tokens={self.tokens}: in it whole calls have at most {MAX_SMALL_TOKENS}"
             )
         if self.trace is not None:
             from weft.verify.cases import loaded_trace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
 import statistics
@@ -112,16 +113,18 @@ def _rows_of(
     common = {"kind": "bench", "op": case.op, **_shape(options), **_form(case)}
     mine = {**common, "library": "weft", "source": case.source}
     if note[0].get("unsupported") is not None:
-        return [{**mine, "unsupported": note[0]["unsupported"]}]
+        return [{**mine, **_goal(case), "unsupported": note[0]["unsupported"]}]
     copies, other = copy_rate if device.startswith("cpu") else None, baselines.get(baseline_key(case))
 
     def measured(of_library: list[Row]) -> Row:
         found = _with_mean(of_library)
-        return found | traffic(case, note[0], found["time_us"]) | _bound(case, note, found["time_us"], copies)
+        # Bytes of halves travel beside the time that counts, which may be 0: they have no rate.
+        rated_us = math.inf if case.is_halved else found["time_us"]
+        rates = traffic(case, note[0], rated_us) | between_nodes(case, note[0], rated_us)
+        return found | rates | _bound(case, note, rated_us, copies)
 
     mine |= measured(exposed(note)) | _halves(note) | _goal(case) | planned(options, case)
-    mine |= between_nodes(case, note[0], mine["time_us"])
-    if case.is_halved:  # its bytes travel beside the time that counts, so they have no rate
+    if case.is_halved:
         return [mine | dict.fromkeys((name for name in mine if name.endswith("_gb_per_s")), None) | _NO_RATIOS]
     theirs = None if other is None else measured(other)
     ratio = None if theirs is None else theirs["time_us"] / mine["time_us"]
@@ -203,7 +206,7 @@ def _machine(ranks: Sequence[Row], copies: Sequence[Row], copy_rate: float, load
 
 
 def _network(options: Options, device_name: str | None) -> str | None:
-    """What rows went through between nodes."""
+    """Which network carried rows between nodes; None without nodes."""
     if options.nodes == 1:
         return None
     return "copies" if device_name is None else env.network()

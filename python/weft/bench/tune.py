@@ -5,7 +5,7 @@ both kinds of kernels for every operation, layout and form of rows. Times are th
 calls with a capacity, captured into a CUDA graph, the slowest rank. Results are not looked at; `weft bench --suite
 small` does.
 
-Between nodes there are no kernels for small batches: there one round finds how many SMs large calls want.
+Between nodes small batches are not measured: there one round finds how many SMs large calls want.
 """
 
 from __future__ import annotations

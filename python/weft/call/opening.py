@@ -51,6 +51,7 @@ def opened(comm: Communicator, dtype: torch.dtype, arguments: dict[str, Any]) ->
             small_tokens if comm.engine == "nvlink" else 0,
             arguments["max_heap_bytes"] or 0,
             node_ranks,
+            arguments["traffic_class"] if has_gpu_nodes else None,
         )
         for idx in range(num_windows)
     ]

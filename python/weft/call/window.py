@@ -26,6 +26,7 @@ class WindowSpec:
     small_tokens: int = 0  # nvlink engine: most tokens of a rank in a small-batch call
     most_heap_bytes: int = 0  # cpu engine: up to which the heap may grow
     node_ranks: int = 0  # 0: all are one node
+    traffic_class: int | None = None  # nvlink engine with nodes: of what crosses NCCL's network; None: NCCL's own
 
 
 class Window:

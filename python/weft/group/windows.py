@@ -15,7 +15,7 @@ from weft import _load, env
 from weft.call.streams import WindowStreams
 from weft.call.window import Window, WindowSpec, released_on_error
 from weft.engine import driver_gpu
-from weft.errors import InvalidArgument, InvalidState, PeerLost, rank_list
+from weft.errors import Error, InvalidArgument, InvalidState, PeerLost, Unsupported, rank_list
 from weft.group.maps import Maps, asked_contract, key_of
 from weft.scaleout import network
 
@@ -72,8 +72,11 @@ class Windows(Maps):
             told = tell() if self._rank == self._active[0] else None
             objects = [0 if window is None else window.next_object for window in kept]
             message = {"what": what, "arguments": arguments, "serials": serials, "objects": objects, "told": told}
-            answers = self._exchange_json(message, deadline_s)
+            paths, refused, said = self._network_of(specs)
+            answers = self._exchange_json({**message, **said}, deadline_s)
             _compare(answers)
+            _raise_refusal(refused, answers)
+            _compare_field("WEFT_NETWORK", {rank: answer["network"] for rank, answer in answers.items()})
             shared = [list({answer["serials"][idx] for answer in answers.values()}) for idx in range(len(specs))]
             windows: list[Window] = []
             with released_on_error(windows):
@@ -81,7 +84,7 @@ class Windows(Maps):
                     window = (
                         mine
                         if mine is not None and len(found) == 1 and found[0] >= 0
-                        else self._new_window(spec, deadline_s)
+                        else self._new_window(spec, deadline_s, paths=paths)
                     )
                     window.num_users += 1
                     windows.append(window)
@@ -226,8 +229,8 @@ class Windows(Maps):
         payloads = self._native.exchange(tag, payload, deadline_s)
         return {rank: payloads[rank] for rank in self._active}
 
-    def _new_window(self, spec: WindowSpec, deadline_s: float, number: int = 0) -> Window:
-        """`number`: of a window that the members have; 0: all make a new one together."""
+    def _new_window(self, spec: WindowSpec, deadline_s: float, number: int = 0, paths: Any = None) -> Window:
+        """`number`: of a window that the members have; 0: all make a new one together. `paths`: of the network."""
         shape: dict[str, Any] = {
             "num_experts": spec.num_experts,
             "top_k": spec.top_k,
@@ -238,7 +241,7 @@ class Windows(Maps):
         if self._choice.engine == "nvlink":
             shape |= {"landing_row_bytes": spec.landing_row_bytes, "num_blocks": self._choice.max_num_sms}
             shape |= {"small_tokens": spec.small_tokens, "node_ranks": spec.node_ranks}
-            native = self._gpu_window(shape)
+            native = self._gpu_window(shape, spec, paths)
             window = Window(native, native.id, spec.max_tokens, WindowStreams(self.device))
         else:
             shape |= {"max_row_bytes": spec.max_row_bytes, "most_heap_bytes": spec.most_heap_bytes}
@@ -250,13 +253,28 @@ class Windows(Maps):
         self._newest_window = max(self._newest_window, window.serial)
         return window
 
-    def _gpu_window(self, shape: dict[str, Any]) -> Any:
+    def _gpu_window(self, shape: dict[str, Any], spec: WindowSpec, paths: Any) -> Any:
         gpu, make = driver_gpu(self.device.index), _load.native().GpuWindow
-        if not 0 < shape["node_ranks"] < self._native.num_ranks or env.network() != "nccl":
+        if paths is None or not self._has_nodes(spec):
             return make(self._native, gpu, **shape)
-        paths = network.paths()
         with network.variables():
-            return make(self._native, gpu, nccl=paths, **shape)
+            return make(self._native, gpu, nccl=paths, traffic_class=spec.traffic_class, **shape)
+
+    def _has_nodes(self, spec: WindowSpec) -> bool:
+        return 0 < spec.node_ranks < self._native.num_ranks
+
+    def _network_of(self, specs: Sequence[WindowSpec]) -> tuple[Any, Error | None, dict[str, str | None]]:
+        """Where NCCL is, if it leads between nodes; why this rank has no network; and what the others hear of it."""
+        if self._choice.engine != "nvlink" or not any(map(self._has_nodes, specs)):
+            return None, None, {"network": None, "refused": None}
+        try:
+            word = env.network()
+        except Error as error:
+            return None, error, {"network": None, "refused": str(error)}
+        try:
+            return network.paths() if word == "nccl" else None, None, {"network": word, "refused": None}
+        except Error as error:
+            return None, error, {"network": word, "refused": str(error)}
 
     def _network_text(self) -> str:
         """What leads between the nodes of its windows; "": nothing that has a name."""
@@ -272,6 +290,17 @@ def _is_to_make(said: dict[str, Any], key: tuple[int, int]) -> bool:
 
 def _left(end: float) -> float:
     return max(end - time.monotonic(), 0.001)
+
+
+def _raise_refusal(mine: Error | None, answers: dict[int, dict[str, Any]]) -> None:
+    """All ranks raise if one of them has no network."""
+    if mine is not None:
+        raise mine
+    refusals = {rank: answer["refused"] for rank, answer in answers.items() if answer["refused"] is not None}
+    for rank, text in refusals.items():
+        raise Unsupported(
+            "a network between nodes", f"an error on rank {rank} ({text})", "the same network on all ranks"
+        )
 
 
 def _compare(answers: dict[int, dict[str, Any]]) -> None:

@@ -45,7 +45,7 @@ def paths() -> _native.NcclPaths:
     found = nccl.find(folder)
     rewritten = headers.prepare(found.include or Path(), Path(folder))
     cuda = cuda_folders()
-    # A kernel's key has its source, and not the headers of others: so the source names them.
+    # A kernel's key in the cache has its source, not NCCL's and CUDA's headers: so the source names their versions.
     named = f"// {rewritten.name}, CUDA {_cuda_version(cuda[0])}\n"
     folders = [str(rewritten), *map(str, cuda)]
     prologue = named + headers.PROLOGUE

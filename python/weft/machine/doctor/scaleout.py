@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft import env
-from weft.errors import Error
+from weft.errors import Error, Unsupported
 from weft.machine.child import ask
 from weft.machine.doctor.model import Answer, Check, Facts, fail, ok, skip, warn
 
@@ -59,16 +59,22 @@ def _chosen_nccl() -> Iterable[Answer]:
     """With WEFT_NETWORK=nccl, what a window would find."""
     from weft.scaleout import nccl, network
 
-    try:
-        found = nccl.find(env.cache_folder())
-    except Error as error:
-        return [fail(str(error), cost="no window with nodes opens", fix="weft scaleout fetch")]
+    folder, cost = env.cache_folder(), "no window with nodes opens"
+    if not folder:
+        found = "WEFT_CACHE_DIR is empty: there is no folder for NCCL's headers"
+        return [fail(found, cost=cost, fix="unset WEFT_CACHE_DIR")]
     try:
         network.cuda_folders()
     except Error as error:
         fix = "pip install nvidia-cuda-runtime nvidia-cuda-cccl"
         return [fail(str(error), cost="kernels with nodes do not compile", fix=fix)]
-    return [ok(f"WEFT_NETWORK=nccl: {found}")]
+    try:
+        return [ok(f"WEFT_NETWORK=nccl: {nccl.find(folder)}")]
+    except Unsupported as error:  # here: no program has loaded one
+        cost += ", but in a program whose torch brings a newer one with its headers"
+        return [warn(str(error), cost=cost, fix="weft scaleout fetch")]
+    except Error as error:
+        return [fail(str(error), cost=cost, fix="weft scaleout fetch")]
 
 
 def _package(file: str) -> str:
