@@ -219,7 +219,7 @@ def _differs(outer_comm: Any) -> dict[str, str]:
 def test_an_object_that_differs_is_told_in_what() -> None:
     """Whatever argument it is: its name, what the newcomer has, and what the group has."""
     told = weft.spawn(_differs, 3, device="cpu")[2]
-    assert len(told) == 15
+    assert len(told) == 16
     for name, text in told.items():
         assert text.startswith(f"{name} is "), text
         assert " on this rank, which joins, and " in text

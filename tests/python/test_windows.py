@@ -106,7 +106,7 @@ def test_a_constructor_that_fails_gives_its_windows_back(monkeypatch: pytest.Mon
         assert all(window.closed for window in comm._windows.values())
         return sum_of_all(comm)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise weft.InvalidArgument("no room")
 
     assert len(set(weft.spawn(rank, 2))) == 1
