@@ -90,7 +90,7 @@ void Window::close() {
     static_cast<void>(new std::vector<Peer>(std::move(peers_)));
     static_cast<void>(new DeviceMemory(std::move(control_)));
     static_cast<void>(new DeviceMemory(std::move(rail_)));
-    static_cast<void>(network_.release());
+    static_cast<void>(new std::unique_ptr<GinNetwork>(std::move(network_)));
     static_cast<void>(new std::shared_ptr<ReceiveHeap>(std::move(heap_)));
     static_cast<void>(new std::vector<std::shared_ptr<ReceiveHeap>>(std::move(old_heaps_)));
     static_cast<void>(new std::shared_ptr<Event>(std::move(last_captured_)));

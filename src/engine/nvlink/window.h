@@ -230,6 +230,8 @@ class Window : public CallWindow {
   void install_rail();
   void open_network(const std::vector<int>& ranks, const nccl::UniqueId& id, u64 deadline_ns, const Poll& poll);
   void make_network_id(nccl::UniqueId& id);
+  void agree_on_network(ControlPlane* plane, const std::vector<int>& ranks, const nccl::UniqueId& id, u64 tag,
+                        u64 deadline_ns, const Poll& poll);
   void end_network();
   void leave_rail();
   void install(const std::vector<int>& ranks, u32 epoch, Memory memory, std::vector<Peer> peers);

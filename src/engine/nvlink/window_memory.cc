@@ -123,12 +123,19 @@ void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epo
   if (!failure.empty()) throw_invalid_argument(failure);
   install(ranks, epoch, std::move(memory), std::move(peers));
   if (nccl_ == nullptr) return;
-  const auto first = from_bytes<MemoryOffer>(parcels[ranks.front()].bytes, ranks.front());
+  const nccl::UniqueId id = from_bytes<MemoryOffer>(parcels[ranks.front()].bytes, ranks.front()).network;
+  const u64 step_tag = plane == nullptr ? tag | kNetworkBit : tag + 2;
+  agree_on_network(plane, ranks, id, step_tag, deadline_ns, poll);
+}
+
+// All ranks have it, or all raise.
+void Window::agree_on_network(ControlPlane* plane, const std::vector<int>& ranks, const nccl::UniqueId& id, u64 tag,
+                              u64 deadline_ns, const Poll& poll) {
+  std::string failure;
   ErrorCode code = ErrorCode::kUnsupported;
   try {
-    if (first.network == nccl::UniqueId())
-      throw_unsupported("NCCL makes no network; the log of the first rank says why");
-    open_network(ranks, first.network, deadline_ns, poll);
+    if (id == nccl::UniqueId()) throw_unsupported("NCCL makes no network; the log of the first rank says why");
+    open_network(ranks, id, deadline_ns, poll);
   } catch (const Error& error) {
     failure = error.text;
     code = error.code;
@@ -139,7 +146,8 @@ void Window::connect(ControlPlane* plane, const std::vector<int>& ranks, u32 epo
   deadline_ns = std::max(deadline_ns, now_ns() + kGraceNs);
   std::vector<Parcel> all;
   try {
-    all = exchange(plane == nullptr ? tag | kNetworkBit : tag + 2, said, {});
+    all = plane == nullptr ? comm_->exchange(tag, said, {}, deadline_ns, poll)
+                           : plane->exchange(ranks, tag, said, {}, deadline_ns, poll);
   } catch (const Error&) {
     if (!failure.empty()) throw Error(code, failure, "connect");
     throw;
